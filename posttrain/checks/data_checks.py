@@ -103,15 +103,11 @@ def demonstration_ends_once(
     if len(wrong_S):
         s = int(wrong_S[0])
         decoded = text(packed.ids_N[ends[s] + 1 - packed.lengths_S[s] : ends[s] + 1])
-        fault = (
-            "does not end in a stop token"
-            if not stops_N[ends[s]]
-            else (
-                "ends in a stop token that is masked"
-                if not spoken_N[ends[s]]
-                else f"has {int(stops[s])} stop tokens for {int(turns[s])} turn{'s' if turns[s] > 1 else ''}"
-            )
-        )
+        fault = f"has {int(stops[s])} stop tokens for {int(turns[s])} turn{'s' if turns[s] > 1 else ''}"
+        if not stops_N[ends[s]]:
+            fault = "does not end in a stop token"
+        elif not spoken_N[ends[s]]:
+            fault = "ends in a stop token that is masked"
         raise InvariantError(
             f"demonstration {decoded!r} {fault}, so the policy is taught"
             f" {'to go on after its end' if stops[s] > turns[s] else 'never to stop'}. A demonstrated turn is imitated"

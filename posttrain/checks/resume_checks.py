@@ -50,11 +50,9 @@ class ResumeCheck(Observer):
 
     async def begin(self, roles: ReinforceRoles) -> None:
         # A stage that begins has nothing to go on from.
-        steps = self._history.steps
-        if not steps:
-            return
-        walked = steps[-1].gauges.get("rollout/walked")
-        goes_on(walked.sum if walked else None, roles.groups.cursor, *_updates(self._history, roles))
+        if steps := self._history.steps:
+            walked = steps[-1].gauges.get("rollout/walked")
+            goes_on(walked.sum if walked else None, roles.groups.cursor, *_updates(self._history, roles))
 
 
 class OptimizerResumeCheck(Observer):

@@ -25,6 +25,10 @@ GOLD = 8
 """How many tasks' right answers are judged again."""
 
 
+JudgedGold = tuple[Turns, Attempt, tuple[Judged, ...]]
+"""Turns of a right answer, the episode they make, and its verdicts."""
+
+
 @dataclass
 class RejudgedAnswers:
     """Answers that are judged again at every step: a right one that was judged at the start, and one of the step. A
@@ -33,10 +37,7 @@ class RejudgedAnswers:
 
     text: Callable[[np.ndarray], str] = lambda ids: ""
     """Decodes token ids."""
-    _gold: list[tuple[Turns, Attempt, tuple[Judged, ...]]] = field(
-        default_factory=list[tuple[Turns, Attempt, tuple[Judged, ...]]]
-    )
-    """Turns of a right answer, the episode they make, and its verdicts."""
+    _gold: list[JudgedGold] = field(default_factory=list[JudgedGold])
     _steps_before: int = 0
     """Steps before this one."""
     _wavering_noted: bool = False
@@ -51,9 +52,8 @@ class RejudgedAnswers:
         that know right answers, and can play them as a script, have any. Raises InvariantError: the environment vouches
         for a right answer, and it does not score 1."""
         self._steps_before = steps_before
-        gold = env.abilities.gold
         self._vouched = env.name if env.abilities.vouched else None
-        for task, right in _known_answers(env, gold):
+        for task, right in _known_answers(env, env.abilities.gold):
             try:
                 played = await attempt(env, task, right)
             except IndexError:  # the environment asks for more turns than its right answer has
@@ -86,25 +86,23 @@ class RejudgedAnswers:
         groups = [[m for m in g.episodes if m.stop is not Stop.ERROR] for g in played]
         # Where all siblings have one reward, scores that went to the wrong ones look right.
         groups = [g for g in groups if all(map(_turns, g)) and len({m.reward for m in g}) > 1]
-        if not groups or not (
-            fault := await misplaced(
-                together, [_recorded_attempt(m, self.text) for m in groups[0]], at, self._steps_before
-            )
-        ):
+        if not groups:
             return []
-        task = groups[0][0].task.id
+        attempts, task = [_recorded_attempt(m, self.text) for m in groups[0]], groups[0][0].task.id
+        fault = await misplaced(together, attempts, at, self._steps_before)
         if fault == "siblings":
             raise InvariantError(
                 f"a reward gives scores to the wrong siblings: answers to task {task!r} that are judged alone have the"
                 " scores that others of their group got. Return one score for each completion, in their order"
             )
         # Told once: a reward that reads the order does so at every step.
-        was_noted, self._order_noted = self._order_noted, True
-        note = (
+        if not fault or self._order_noted:
+            return []
+        self._order_noted = True
+        return [
             f"rule reward_reads_order: judged in another order, answers to task {task!r} have other scores. A reward"
             " that breaks ties by place tells equal siblings apart by chance"
-        )
-        return [] if was_noted else [note]
+        ]
 
     async def _right_answer(
         self, env: Environment, right: Turns, answer: Attempt, before: Sequence[Judged]
@@ -126,7 +124,7 @@ class RejudgedAnswers:
             now = await env.judge(answer)
             if self._scores_not_one(now) and self._scores_not_one(now := await env.judge(answer)):
                 raise InvariantError(self._not_one_message(env, answer, now, "any more"))
-        return await self.verdicts_repeat(env, answer, before, "the right answer")
+        return await self._repeats(partial(env.judge, answer), answer, before, "the right answer")
 
     def _scores_not_one(self, judged: Sequence[Judged]) -> bool:
         """Returns whether the source that is vouched for gave a right answer another score than 1. An outage is no
@@ -154,22 +152,14 @@ class RejudgedAnswers:
         scored = [j for g in played for e in g.episodes for j in e.verdicts if j.verdict.score is not None]
         # A source with a negative weight is a penalty, and 0 says that there was nothing to subtract.
         sources = {j.source for j in scored if j.weight > 0}
-        return {
-            "canary/mute_sources": Gauge(
-                len(sources - paid - {j.source for j in scored if j.verdict.score}), len(sources)
-            )
-        }
-
-    async def verdicts_repeat(
-        self, env: Environment, answer: Attempt, before: Sequence[Judged], what: str
-    ) -> list[str]:
-        """Judge again and compare. A changed verdict that repeats is an error; one that varies is noted once."""
-        return await self._repeats(partial(env.judge, answer), answer, before, what)
+        mute = sources - paid - {j.source for j in scored if j.verdict.score}
+        return {"canary/mute_sources": Gauge(len(mute), len(sources))}
 
     async def _repeats(
         self, ask: Callable[[], Awaitable[Sequence[Judged]]], answer: Attempt, before: Sequence[Judged], what: str
     ) -> list[str]:
-        """`verdicts_repeat` with the question as a function: `ask` judges `answer` again."""
+        """Judge again (`ask`) and compare. A changed verdict that repeats is an error; one that varies is noted
+        once."""
         now = await ask()
         if same_scores(before, now):
             return []

@@ -14,14 +14,14 @@ from posttrain.checks.stage_history import due
 from posttrain.core.batch import Packed
 from posttrain.core.gauge import Gauge
 from posttrain.core.types import Episode, Group, Segment
-from posttrain.core.verdict import State, Verdict
+from posttrain.core.verdict import State
 from posttrain.engine.files.fingerprint import fingerprint
 from posttrain.environment.templates import template_process
 from posttrain.environment.templates.renderer import Renderer
 from posttrain.record.checkpoint import kept_folder
 from posttrain.role.events import Event, LearnedEvent, Observer, ObserverReport, PlayedEvent
 from posttrain.role.judges.reward_judge import JudgeMember, RewardModelJudge
-from posttrain.role.learning.logprob_tolerance import READ
+from posttrain.role.learning.logprob_tolerance import READ, packed_text
 from posttrain.role.roles import ReinforceRoles
 from posttrain.role.weights.saved_weights import REWARD_HEAD, WEIGHTS
 from posttrain.system.errors import DataError, InvariantError
@@ -34,17 +34,13 @@ COARSE = 100.0
 """The noise of a judge's scores may be at most this many times the resolution that it declares."""
 
 
-def _packed(ids: np.ndarray, mask: np.ndarray) -> Packed:
-    """One sequence, of which the tokens under `mask` count as spoken."""
-    # No log-prob is read of it. The numbers are those that `Segment` demands of spoken and unspoken tokens.
-    logp = np.where(mask, 0.0, np.nan).astype(np.float32)
-    return Packed.of([Segment(ids, mask, logp, np.where(mask, 0, -1).astype(np.int32), READ)])
-
-
 def read_alone(episode: Episode) -> Packed:
     """The tokens of an episode as a reward model should read them: all of its last segment, and nothing else."""
     # Earlier segments are histories that were rewritten: what is scored is the conversation as it ended.
-    return _packed(episode.segments[-1].ids, episode.segments[-1].mask)
+    s = episode.segments[-1]
+    # No log-prob is read of it. The numbers are those that `Segment` demands of spoken and unspoken tokens.
+    logp = np.where(s.mask, 0.0, np.nan).astype(np.float32)
+    return Packed.of([Segment(s.ids, s.mask, logp, np.where(s.mask, 0, -1).astype(np.int32), READ)])
 
 
 def read_by(member: JudgeMember, episode: Episode) -> Packed | None:
@@ -58,8 +54,7 @@ def read_by(member: JudgeMember, episode: Episode) -> Packed | None:
             prompt, answer = _encoded_anew(cast("Renderer", member.renderer), episode)
         except DataError:
             return None
-        ids, mask = np.append(prompt, answer).astype(np.int32), np.arange(len(prompt) + len(answer)) >= len(prompt)
-        packed = _packed(ids, mask)
+        packed = packed_text(np.append(prompt, answer), len(prompt))
     # A text that was cut to the context would be another one, so there is no score.
     return packed if len(packed.ids_N) <= member.context else None
 
@@ -91,14 +86,13 @@ def scores_hold(judge: RewardModelJudge, group: Group, episode: Episode, dtype: 
     """The recorded score of an episode is that of its own tokens, read alone. Returns the difference of the two scores,
     relative to the largest absolute score of the group. Raises InvariantError: it is another score; or the difference
     is rounding, and is larger than the `resolution` that the judge declares."""
-    verdict = verdict_of(judge, episode)
+    of_judge = {id(e): j.verdict for e in group.episodes for j in e.verdicts if j.source == judge.name}
+    verdict = of_judge.get(id(episode))
     if verdict is None or verdict.state is not State.VALUE or verdict.score is None:
         return 0.0
-    again = scored_again(judge, episode)
     # Rounding is relative to the scores that are compared, which are the siblings'.
-    group_scores = [v.score for e in group.episodes if (v := verdict_of(judge, e)) is not None and v.score is not None]
-    largest = max(map(abs, group_scores))
-    if again is None:
+    largest = max(abs(v.score) for v in of_judge.values() if v.score is not None)
+    if (again := scored_again(judge, episode)) is None:
         # A model with a tokenizer of its own may be unable to read what the policy said. Then there is nothing to
         # compare.
         if any(m.renderer is not None for m in judge.members):
@@ -127,23 +121,17 @@ def scores_hold(judge: RewardModelJudge, group: Group, episode: Episode, dtype: 
     return noise
 
 
-def verdict_of(judge: RewardModelJudge, episode: Episode) -> Verdict | None:
-    """The judge's verdict about an episode; None if there is none."""
-    return next((j.verdict for j in episode.verdicts if j.source == judge.name), None)
-
-
 def reads_the_last_token(member: JudgeMember, probe: np.ndarray) -> None:
     """A head that reads the last token gives another score where that token is another one."""
-    blank = member.blank
     # The blank token must be nowhere in the probe: transformers reads the head at the token before it. The first token
     # of the probe takes its place, or the next id of the vocabulary where that one is blank itself.
-    ids = probe.astype(np.int32).copy()
+    ids, blank = probe.astype(np.int32).copy(), member.blank
     if blank is not None:
         ids = np.where(ids == blank, ids[0] if ids[0] != blank else (blank + 1) % (int(ids.max()) + 1), ids)
     changed = ids.copy()
     # Another token of the same text, so that the vocabulary surely has it.
     changed[-1] = next(int(x) for x in ids[:-1] if x not in (ids[-1], blank))
-    one, other = (float(member.scorer.rewards(_packed(x, np.arange(len(x)) >= 1))[0]) for x in (ids, changed))
+    one, other = (float(member.scorer.rewards(packed_text(x))[0]) for x in (ids, changed))
     if abs(one - other) <= 1e-6 * max(1.0, abs(one)):
         raise InvariantError(
             f"reward model {member.name}: its score does not depend on the last token of a sequence, at which its head"
@@ -186,35 +174,26 @@ class RewardModelCheck(Observer):
 
     def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
         judges = _judges(roles)
-        if not judges:
-            return None
-        match event:
-            case PlayedEvent(e):
-                # Chosen by the number of the step, so that no answer decides whether it is looked at.
-                group = e.played[e.index % len(e.played)]
-                judged = [x for x in group.episodes if x.reward is not None or x.truth is not None]
-                if not judged:
-                    return None
-                chosen = judged[e.index % len(judged)]
-                noise = [scores_hold(j, group, chosen, roles.run.model.dtype) for j in judges]
-                # Told once: whether a model has a template does not change from step to step.
-                notes = () if self._template_noted else tuple(_without_template(judges, chosen))
-                self._template_noted = True
-                return ObserverReport({"canary/reward_noise": Gauge(max(noise), 1)}, notes)
-            case LearnedEvent(packed, _, _) if due(packed.index):
-                self._unmoved(roles)
-            case _:
-                pass
+        if judges and isinstance(event, PlayedEvent):
+            e = event.experience
+            # Chosen by the number of the step, so that no answer decides whether it is looked at.
+            group = e.played[e.index % len(e.played)]
+            if not (judged := [x for x in group.episodes if x.reward is not None or x.truth is not None]):
+                return None
+            chosen = judged[e.index % len(judged)]
+            noise = [scores_hold(j, group, chosen, roles.run.model.dtype) for j in judges]
+            # Told once: whether a model has a template does not change from step to step.
+            notes = () if self._template_noted else tuple(_without_template(judges, chosen))
+            self._template_noted = True
+            return ObserverReport({"canary/reward_noise": Gauge(max(noise), 1)}, notes)
+        if judges and isinstance(event, LearnedEvent) and due(event.packed.index):
+            now = self._present_digests(roles)
+            if moved := [n for n, digest in self._digests.items() if now[n] != digest]:
+                raise InvariantError(
+                    f"the weights of reward model {moved[0]} have changed since the stage began. It must stay as it was"
+                    " trained: look for tensors that it shares with the policy, or for an optimizer that holds them"
+                )
         return None
-
-    def _unmoved(self, roles: ReinforceRoles) -> None:
-        """InvariantError if weights of a reward model changed since the stage began."""
-        now = self._present_digests(roles)
-        if moved := [n for n, digest in self._digests.items() if now[n] != digest]:
-            raise InvariantError(
-                f"the weights of reward model {moved[0]} have changed since the stage began. It must stay as it was"
-                " trained: look for tensors that it shares with the policy, or for an optimizer that holds them"
-            )
 
     def _present_digests(self, roles: ReinforceRoles) -> dict[str, str]:
         """The digest of each reward model's weights, by its name."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -54,7 +54,7 @@ def labels_are_of_their_steps(answer: LabelledAnswer, text: Text) -> None:
     # The record has the words of the steps, and a label belongs to a token: the tokens are found again from the words.
     e, spoken = answer.episode, said(answer.episode)
     lengths = np.cumsum([len(s) for s in answer.steps]).tolist()
-    ends = token_ends(text, spoken, lengths)
+    ends, steps = token_ends(text, spoken, lengths), len(answer.steps)
     if "".join(answer.steps) != text(spoken) or list(answer.tokens) != ends:
         raise InvariantError(
             f"the steps of an answer to task {e.task.id!r} are {list(answer.steps)} and end at tokens"
@@ -62,8 +62,8 @@ def labels_are_of_their_steps(answer: LabelledAnswer, text: Text) -> None:
             " another step"
         )
     # The walk over steps below reads all of these at one place.
-    if not len(answer.steps) == len(answer.completions) == len(answer.values.right) == len(answer.values.asked):
-        raise InvariantError(f"an answer to task {e.task.id!r} has {len(answer.steps)} steps and other many labels")
+    if not steps == len(answer.completions) == len(answer.values.right) == len(answer.values.asked):
+        raise InvariantError(f"an answer to task {e.task.id!r} has {steps} steps and other many labels")
     for k, completions in enumerate(answer.completions):
         for c in completions:
             # A completion repeats the answer's own tokens up to the end of the step, not only its words.
@@ -75,8 +75,7 @@ def labels_are_of_their_steps(answer: LabelledAnswer, text: Text) -> None:
                 )
         # Completions that nobody could judge leave the share. Counted as wrong they would lower the label.
         judged = [c.right.of(c.figure) for c in completions if c.figure is not None]
-        right = sum(judged)
-        if (answer.values.right[k], answer.values.asked[k]) != (right, len(judged)):
+        if (answer.values.right[k], answer.values.asked[k]) != (right := sum(judged), len(judged)):
             raise InvariantError(
                 f"step {k + 1} of an answer to task {e.task.id!r} has {answer.values.right[k]} right completions of"
                 f" {answer.values.asked[k]}, and {right} of {len(judged)} were judged right: the label of another step,"
@@ -92,8 +91,8 @@ class StepLabelCheck(Observer):
 
     def on_event(self, roles: LabelRoles, event: Event) -> ObserverReport | None:
         if isinstance(event, PlayedEvent):
-            what, played = "answers of this step", event.experience.played
-            enough_judged(what, played, roles.run, roles.stage, roles.book.folder, "figure")
+            played = event.experience.played
+            enough_judged("answers of this step", played, roles.run, roles.stage, roles.book.folder, "figure")
         if isinstance(event, LabelledEvent):
             self._answers = event.answers
             for answer in event.answers:
@@ -237,8 +236,7 @@ def step_verdicts_hold(judge: StepJudge, e: Episode, dtype: str) -> float:
 def step_lengths(text: str, separator: str) -> list[int]:
     """Characters up to the end of each step. A blank piece belongs to the step before it. At the start of the text it
     belongs to the first step."""
-    out: list[int] = []
-    at = 0
+    out, at = list[int](), 0
     for piece in text.split(separator):
         at = min(at + len(piece) + len(separator), len(text))
         # A blank piece makes no step. Its characters are added to the step before it.
@@ -272,40 +270,33 @@ class StepJudgeCheck(Observer):
     """Process reward models that judge score as they were trained. At every step: one answer's steps have the scores of
     its own tokens. At `due` steps: no weight has changed."""
 
-    def __init__(self) -> None:
-        self._digests: dict[str, str] = {}
+    _judges: Sequence[StepJudge] = ()
+    _digests: Mapping[str, str] = {}
 
     async def begin(self, roles: ReinforceRoles) -> None:
-        self._digests = _digests(roles)
-        for judge in _judges(roles):
+        self._judges = [j for j in roles.rollout.judges if isinstance(j, StepJudge)]
+        self._digests = self._present_digests()
+        for judge in self._judges:
             if judge.member.stage:
                 holds_what_was_trained(judge.member, roles.book.folder)
 
     def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
         match event:
-            case PlayedEvent(e) if _judges(roles):
+            case PlayedEvent(e) if self._judges:
                 group = e.played[e.index % len(e.played)]
-                judged = [x for x in group.episodes if x.figure is not None]
-                if judged:
+                if judged := [x for x in group.episodes if x.figure is not None]:
                     chosen = judged[e.index % len(judged)]
-                    noise = [step_verdicts_hold(j, chosen, roles.run.model.dtype) for j in _judges(roles)]
+                    noise = [step_verdicts_hold(j, chosen, roles.run.model.dtype) for j in self._judges]
                     return ObserverReport({"canary/reward_noise": Gauge(max(noise), 1)})
             # A digest reads all weights, so it is taken at due steps only.
             case LearnedEvent(packed, _, _) if self._digests and due(packed.index):
-                if self._digests != _digests(roles):
+                if self._digests != self._present_digests():
                     raise InvariantError(
                         "the weights of a process reward model have changed since the stage began. It must stay as it"
                         " was trained: look for tensors that it shares with the policy"
                     )
-            case _:
-                pass
         return None
 
-
-def _judges(roles: ReinforceRoles) -> list[StepJudge]:
-    return [j for j in roles.rollout.judges if isinstance(j, StepJudge)]
-
-
-def _digests(roles: ReinforceRoles) -> dict[str, str]:
-    """The digest of each judge's weights, by its name."""
-    return {j.name: fingerprint(j.member.scorer.tensors().items()) for j in _judges(roles)}
+    def _present_digests(self) -> dict[str, str]:
+        """The digest of each judge's weights, by its name."""
+        return {j.name: fingerprint(j.member.scorer.tensors().items()) for j in self._judges}

@@ -1,6 +1,4 @@
-"""Checks that verdicts can be learned from: failed ones give no reward, few answers are unjudged, and verdicts
-repeat.
-"""
+"""Checks that verdicts can be learned from: failed ones give no reward, few are unjudged, and verdicts repeat."""
 
 from __future__ import annotations
 
@@ -74,16 +72,13 @@ class VerifierCheck(Observer):
         await self._rejudged.begin(roles.rollout.environment, self._history.taken)
 
     def on_event(self, roles: JudgedRoles, event: Event) -> ObserverReport | None:
-        match event:
-            case PlayedEvent(e):
-                failures_stay_out(e.played)
-                what = "samples of this step"
-                enough_judged(what, e.played, roles.run, roles.stage, roles.book.folder, "reward")
-                # Kept for `after`: judging again calls the environment, and only that hook can wait for it.
-                self._experience = e
-                return ObserverReport(notes=self._unjudged(e))
-            case _:
-                return None
+        if not isinstance(event, PlayedEvent):
+            return None
+        # Kept for `after`: judging again calls the environment, and only that hook can wait for it.
+        self._experience = e = event.experience
+        failures_stay_out(e.played)
+        enough_judged("samples of this step", e.played, roles.run, roles.stage, roles.book.folder, "reward")
+        return ObserverReport(notes=self._unjudged(e))
 
     async def after(self, roles: JudgedRoles, step: Step) -> ObserverReport | None:
         """Judge some answers again, and count the sources that gave only 0."""
@@ -104,21 +99,17 @@ class VerifierCheck(Observer):
         # A gauge that is 0 in a step is no news: a kind counts as known only where it happened. 64 steps are what
         # `StageHistory.trim` leaves.
         known = {n for s in self._history.steps[-64:] for n, g in s.gauges.items() if g.sum and n in now}
-        if not now - known:
-            return ()
-        return (
-            (
-                f"{sum(x.reward is None for x in episodes)} of {len(episodes)} samples could not be judged:"
-                f" {unjudged_words(e.played)}. They are left out, as no wrong answers; rollout/failed and"
-                " rollout/abstained count them from here on"
-            ),
+        note = (
+            f"{sum(x.reward is None for x in episodes)} of {len(episodes)} samples could not be judged:"
+            f" {unjudged_words(e.played)}. They are left out, as no wrong answers; rollout/failed and"
+            " rollout/abstained count them from here on"
         )
+        return (note,) if now - known else ()
 
 
 def measured_right(report: EvaluationReport) -> None:
     """Held-out accuracy, mean reward and pass@k, counted a second way from the verdicts themselves."""
-    solved: list[tuple[int, int]] = []
-    means: list[float] = []
+    solved, means = list[tuple[int, int]](), list[float]()
     by_question: dict[str, list[tuple[float, Right]]] = {}
     # Rows that ask the same are one task: their answers are pooled, and the task counts once in the mean.
     for g in report.groups:

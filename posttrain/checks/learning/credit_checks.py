@@ -207,8 +207,6 @@ class CreditCheck(Observer):
                 self._audit = self._begin_audit(roles, groups) if due(e.index) else None
             case PackedEvent(batch=batch) if self._audit is not None:
                 self._audit.check(batch)
-            case _:
-                pass
         return None
 
     def _begin_audit(self, roles: ReinforceRoles, groups: Sequence[ScoredGroup]) -> StepCreditAudit | None:

@@ -343,8 +343,6 @@ class ExpertsCheck(Observer):
             case PushedEvent() if self._tokens is not None and self._own_choices is not None:
                 with roles.clock.of("check"):
                     return self._pushed(routers, self._tokens, self._own_choices)
-            case _:
-                pass
         return None
 
     def _played(self, roles: ReinforceRoles, routers: Routers, e: Experience) -> ObserverReport | None:

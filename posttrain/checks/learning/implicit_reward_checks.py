@@ -55,8 +55,6 @@ class ImplicitCheck(Observer):
                     self._expected = expected_loss(answers, roles.implicit.beta, noise)
             case OutcomesEvent(batch=batch):
                 outcomes_agree(batch, self._groups)
-            case _:
-                pass
         return None
 
     async def after(self, roles: ReinforceRoles, step: Step) -> ObserverReport | None:

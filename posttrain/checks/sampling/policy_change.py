@@ -51,8 +51,6 @@ class ChangeGauges(Observer):
                 if roles.trainer.version != policy_before.version:
                     with roles.clock.of("check"):
                         return ObserverReport(change(roles, policy_before))
-            case _:
-                pass
         return None
 
 

@@ -283,8 +283,6 @@ class SamplerCheck(Observer):
                 return ObserverReport(
                     self._ratio_is_one(roles, packed, list(zip(passes.micros, passes.logp, strict=True)))
                 )
-            case _:
-                pass
         return None
 
     def _same_weights(self, roles: ReinforceRoles, e: Experience, groups: Sequence[ScoredGroup]) -> ObserverReport:

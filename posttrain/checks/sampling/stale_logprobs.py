@@ -85,8 +85,6 @@ class FreshCheck(Observer):
                 for micro, logp_M in micros:
                     exact = lambda batch=micro: roles.learner.exact(batch)  # noqa: E731
                     start_is_the_learner(micro, logp_M.astype(np.float32), roles.run.model.dtype, exact)
-            case _:
-                pass
         return None
 
     def _agree(self, roles: ReinforceRoles, e: Experience) -> ObserverReport | None:

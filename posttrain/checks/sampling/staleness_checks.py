@@ -270,8 +270,6 @@ class AheadCheck(Observer):
                 # After a step without a due push the sampler still has what it had.
                 due = event.experience.index % roles.stage.sync_steps == 0
                 pushed_between_steps(self._served, now, roles.trainer.version if due else None, "After a step")
-            case _:
-                pass
         return None
 
     async def after(self, roles: ReinforceRoles, step: Step) -> ObserverReport | None:
