@@ -1,16 +1,14 @@
-"""`posttrain check`: probes an environment and its verifiers, and prints a table of the findings.
-
-`check` is for Python, `show` for the command line.
-"""
+"""`posttrain check`: probes an environment and prints the findings. `check` is for Python, `show` for the terminal."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import math
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -81,24 +79,19 @@ def check(
             raise ConfigError(f"{others[0]}: an environment that is already built takes no overrides")
         # One that is already built is the caller's, and stays open.
         return _wait(env, tasks, rate, progress, model_findings(env, model) if model else [])
-    built = build(env, *others, trust=trust)
-    try:
+    with closing(build(env, *others, trust=trust)) as built:
         model_lint = model_findings(built, model) if model else []
         return _wait(built, tasks, rate, progress, model_lint, earned(env) if isinstance(env, str | Path) else ())
-    finally:
-        built.close()
 
 
 def expected_rate(env: str | Path | Env | SingleTurn) -> float:
     """Answers per second of a run's rollouts, where their time includes generation and waiting. Without a run: the
     default."""
     if isinstance(env, str | Path) and is_run(env):
-        counts_and_seconds = [
-            (s.gauges["rollout/tokens"].count, s.clock["rollout"]) for s in steps(env) if "rollout/tokens" in s.gauges
-        ]
+        played = [s for s in steps(env) if "rollout/tokens" in s.gauges]
         # A run that has just begun has no time yet, and nothing to divide by.
-        if seconds := math.fsum(s for _, s in counts_and_seconds):
-            return math.fsum(n for n, _ in counts_and_seconds) / seconds
+        if seconds := math.fsum(s.clock["rollout"] for s in played):
+            return math.fsum(s.gauges["rollout/tokens"].count for s in played) / seconds
     return probes.RATE
 
 
@@ -197,25 +190,13 @@ def _wait(
 ) -> CheckReport:
     """Run the probes to their end. Where an event loop is already running (notebooks), they run in a new thread."""
     probing = partial(probes.check, env, tasks=tasks, rate=rate, progress=progress, found=found, earned=earned)
-    outcome: list[CheckReport | BaseException] = []
-
-    def body() -> None:
-        try:
-            outcome.append(asyncio.run(probing()))
-        except BaseException as error:
-            outcome.append(error)
-
     try:
-        # A running loop cannot wait for another one in its thread.
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(probing())
-    thread = threading.Thread(target=body, name="posttrain check")
-    thread.start()
-    thread.join()
-    if isinstance(outcome[0], BaseException):
-        raise outcome[0]
-    return outcome[0]
+    # A running loop cannot wait for another one in its thread.
+    with ThreadPoolExecutor(1, "posttrain check") as thread:
+        return thread.submit(lambda: asyncio.run(probing())).result()
 
 
 def show(target: str, *overrides: str, tasks: int, rate: float | None, as_json: bool, trust: bool = False) -> int:
@@ -238,15 +219,12 @@ def show(target: str, *overrides: str, tasks: int, rate: float | None, as_json: 
     console.print(table(report))
     for reason, names in skipped(report).items():
         console.print(Text("skipped ", COLOURS[Mark.SKIP]) + Text(f"{', '.join(names)}: {reason}"))
-    for finding in report.findings:
-        if finding.advice:
-            console.print(
-                Text(finding.probe, COLOURS[finding.mark]) + Text(f": {finding.means}. To do: {finding.advice}")
-            )
+    for f in report.findings:
+        if f.advice:
+            console.print(Text(f.probe, COLOURS[f.mark]) + Text(f": {f.means}. To do: {f.advice}"))
     failed, warned = report.marked(Mark.FAIL), report.marked(Mark.WARN)
-    console.print(
-        Text(report.verdict, "bold red" if failed else "green") + Text(f"; {len(warned)} to look at" if warned else "")
-    )
+    look = f"; {len(warned)} to look at" if warned else ""
+    console.print(Text(report.verdict, "bold red" if failed else "green") + Text(look))
     return 1 if failed else 0
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from posttrain.config.run import Env, Evaluation, Model, Reinforce, Run
 from posttrain.core.ports import Environment
@@ -77,25 +78,19 @@ async def remote_rollout(
             text = TextSampler(endpoint, remote, TextVocabulary(), way=options.api, cut=cut)
             yield Rollout(text, environment, text.dialogue, seed), carried.resolve(()), remote
             return
-        dialogue, stops = _tokens(options.tokenizer, remote)
+        from posttrain.engine.files.pretrained_files import read_tokenizer
+        from posttrain.engine.model.stop_tokens import resolve_stops
+
+        path = options.tokenizer
+        run_folder = Path(path, "run.json").exists()
+        tokenizer, config = read_tokenizer(str(Path(path, "tokenizer")) if run_folder else path)
+        stops, untyped = resolve_stops(tokenizer, config), cast("Any", tokenizer)
+        dialogue = partial(RenderedDialogue, Renderer(untyped, stops, remote.context))
         yield (
             Rollout(TokenSampler(endpoint, remote, cut=cut), environment, dialogue, seed),
             carried.resolve(stops),
             remote,
         )
-
-
-def _tokens(path: str, remote: RemoteModel) -> tuple[Callable[[str], RenderedDialogue], tuple[int, ...]]:
-    """(a function from task id to its dialogue, stop ids) of a tokenizer: a directory, a hub id or a run folder."""
-    from posttrain.engine.files.pretrained_files import read_tokenizer
-    from posttrain.engine.model.stop_tokens import resolve_stops
-
-    run_folder = Path(path, "run.json").exists()
-    tokenizer, config = read_tokenizer(str(Path(path, "tokenizer")) if run_folder else path)
-    stops = resolve_stops(tokenizer, config)
-    untyped: Any = tokenizer
-    renderer = Renderer(untyped, stops, remote.context)
-    return (lambda task: RenderedDialogue(renderer, task)), stops
 
 
 async def evaluate_remote(
@@ -108,23 +103,15 @@ async def evaluate_remote(
     say: Callable[[str], None],
 ) -> EvaluationReport:
     """Held-out accuracy of the model at `url`, with at most `run.slots` requests at once."""
-    async with remote_rollout(url, options, environment, contract, connections=run.slots, seed=run.seed) as (
-        rollout,
-        carried,
-        remote,
-    ):
-        form = (
-            f"token ids of {options.tokenizer}"
-            if options.tokenizer
-            else f"text ({options.api}); its own chat template and end of turn"
-        )
+    form = f"token ids of {options.tokenizer}"
+    if not options.tokenizer:
+        form = f"text ({options.api}); its own chat template and end of turn"
+    opened = remote_rollout(url, options, environment, contract, connections=run.slots, seed=run.seed)
+    async with opened as (rollout, carried, remote):
         say(f"endpoint: {url}, model {remote.model}, dialect {remote.dialect}; by {form}")
-        return await evaluate(
-            replace(rollout, limits=run.env.limits, right=run.env.named_right(environment.abilities.vouched)),
-            environment.heldout,
-            carried,
-            measure,
-        )
+        right = run.env.named_right(environment.abilities.vouched)
+        rollout = replace(rollout, limits=run.env.limits, right=right)
+        return await evaluate(rollout, environment.heldout, carried, measure)
 
 
 def refuse(options: EndpointOptions) -> None:

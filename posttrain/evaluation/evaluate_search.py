@@ -1,6 +1,6 @@
 """`posttrain eval RUN search=...`: how good the answers of searches at inference are, and what they cost.
 
-Some modules need torch. They are imported inside the functions, after the request was checked.
+What needs torch is imported inside the functions, after the request was checked.
 """
 
 from __future__ import annotations
@@ -172,17 +172,13 @@ def _run_searches(
     trust: bool,
     name: str,
 ) -> SearchReport:
-    """Build the model and run the searches.
-
-    Args:
-        run_folder: the run folder of the target; None: the target is a model.
-        weights: the folder of the policy's weights; None: those of the model.
-        name: of the target, for the report.
-    """
+    """Build the model and run the searches. `run_folder` and `weights` (of the policy) are None where the target is a
+    model. `name`: of the target, for the report."""
     from posttrain.build.build_run import make_policy, make_roles
     from posttrain.build.open_model import kept_policy
     from posttrain.engine.learner.torch_settings import use_threads
     from posttrain.role.weights.saved_weights import load_weights
+    from posttrain.search.curves import leading, search_point
     from posttrain.stages.run_coroutine import wait
 
     use_threads(run.threads)
@@ -192,7 +188,14 @@ def _run_searches(
         if weights is not None:
             load_weights(weights, roles.learner)
         tools, scorer_line = _tools(request, run, policy, roles, run_folder, resources)
-        points = wait(_points(request, tools, roles, environment, samples))
+
+        async def measured() -> list[SearchPoint]:
+            versioned = replace(tools, version=await served(roles))
+            return leading(
+                [await search_point(kind, versioned, environment.heldout, samples) for kind in request.kinds]
+            )
+
+        points = wait(measured())
     by_cost = tuple(sorted(points, key=lambda p: p.tokens))
     return SearchReport(name, environment.name, scorer_line, len(environment.heldout), samples, by_cost)
 
@@ -202,16 +205,6 @@ async def served(roles: PolicyRoles) -> int:
     # A first push tries the adapter under the version `+ 1`, so the weights get the one after it.
     await roles.sync.push(roles.engine.version + 2)
     return roles.engine.version
-
-
-async def _points(
-    request: SearchRequest, tools: StepSearch, roles: PolicyRoles, environment: Environment, samples: int
-) -> list[SearchPoint]:
-    """Serve the weights and measure each search."""
-    from posttrain.search.curves import leading, search_point
-
-    tools = replace(tools, version=await served(roles))
-    return leading([await search_point(kind, tools, environment.heldout, samples) for kind in request.kinds])
 
 
 def _tools(
@@ -324,7 +317,7 @@ def _own_scores(run: Run, run_folder: Path | None) -> Reward | None:
 
 
 def _weights(folder: Path, checkpoint: str, say: Callable[[str], None]) -> Path:
-    """The folder of the policy's weights. It is that of the checkpoint. Where the checkpoint holds a reward model, it
+    """The folder of the policy's weights: that of the checkpoint. Where the checkpoint holds a reward model, it
     is that of the last stage before that model's stage that left a policy."""
     chosen, stages = find(folder, checkpoint), run_file(folder).run.stages
     trained = trained_at(stages, chosen.state)

@@ -1,7 +1,5 @@
-"""`posttrain eval` of a reward model: how well its scores order judged completions.
-
-It also measures whether differences of scores are probabilities, and how much of the scores is length or flattery.
-"""
+"""`posttrain eval` of a reward model: how well its scores order judged completions, whether differences of scores are
+probabilities, and how much of the scores is length or flattery."""
 
 from __future__ import annotations
 
@@ -125,8 +123,8 @@ def evaluate_reward_model(
 
 def asked_run(target: str | Path, overrides: tuple[str, ...], trust: bool) -> Run:
     """The run whose environment has the judgements."""
-    prompts = any(word.partition("=")[0].strip() == "env.prompts" for word in overrides)
-    named = any(word.partition("=")[0].strip() in ("env", "env.name") for word in overrides)
+    keys = {word.partition("=")[0].strip() for word in overrides}
+    prompts, named = "env.prompts" in keys, not keys.isdisjoint(("env", "env.name"))
     # The settings of prompts make an environment of prompts, unless another one is named.
     words = ("env=prompts", *overrides) if prompts and not named else overrides
     if is_run(target):

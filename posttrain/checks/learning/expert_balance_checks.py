@@ -23,24 +23,16 @@ BALANCE_BOUND = {"float32": 1e-4, "float16": 0.01, "bfloat16": 0.05}
 
 def balance_agrees(batch: Batch, passes: Passes, routers: Routers, coef: float, *, replay: bool, dtype: str) -> Gauges:
     """The load-balance loss is that of its definition over the minibatch, and has its coefficient as gradient.
-
-    Args:
-        batch: the minibatch.
-        passes: the learner's passes over its micro-batches. `balance` has the loss of each and
-            the gradient by it.
-        coef: the coefficient of the settings.
-        replay: whether the passes followed the choices of the batch.
-    """
+    `passes.balance` has the loss of each micro-batch and the gradient by it. `replay`: whether the passes followed the
+    choices of the batch."""
     assert batch.routed_N is not None
     # Of a token whose experts are not known (the last of a sequence) nothing is counted.
     known_N = (batch.routed_N != UNKNOWN).all((1, 2))
     chosen = batch.routed_N[known_N]
     # Rows are pairs of token and layer.
-    rows = chosen.shape[0] * chosen.shape[1]
-    load_E = np.zeros(routers.experts)
+    rows, load_E, wanted = chosen.shape[0] * chosen.shape[1], np.zeros(routers.experts), 0.0
     # f_e: the share of rows that chose expert e, over the whole minibatch.
     np.add.at(load_E, chosen.ravel(), 1 / rows)
-    wanted = 0.0
     for micro in passes.micros:
         assert micro.routed_N is not None
         known_here_N = (micro.routed_N != UNKNOWN).all((1, 2))
@@ -77,9 +69,6 @@ class BalanceCheck(Observer):
         if routers is None or batch.balance_E is None:
             return None
         model = roles.run.model
+        replay = model.router_replay != "none"
         with roles.clock.of("check"):
-            return ObserverReport(
-                balance_agrees(
-                    batch, event.passes, routers, coef, replay=model.router_replay != "none", dtype=model.dtype
-                )
-            )
+            return ObserverReport(balance_agrees(batch, event.passes, routers, coef, replay=replay, dtype=model.dtype))

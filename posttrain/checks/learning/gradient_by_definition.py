@@ -30,21 +30,8 @@ from posttrain.ladder.pieces.token_choice import KlCov
 LIMIT = 20.0
 """Log-ratios are clamped to this before exp, as in the definition of the ratio."""
 NEUTRAL_IN_LOSS = {
-    "name",
-    "paper",
-    "note",
-    "parent",
-    "baseline",
-    "scale",
-    "whiten",
-    "aggregate",
-    "filter",
-    "shape",
-    "entropy",
-    "curriculum",
-    "rewards",
-    "hint",
-    "step_scale",
+    *("name", "paper", "note", "parent", "baseline", "scale", "whiten", "aggregate", "filter", "shape", "entropy"),
+    *("curriculum", "rewards", "hint", "step_scale"),
 }
 """Choices of an algorithm that do not affect the gradient of its loss by a log-prob, once credit and weights are
 known."""
@@ -297,9 +284,8 @@ def demand(a: Algorithm, batch: Batch, logp_M: np.ndarray) -> Demand | None:
     # None: the choice is not made, so its stream is not needed.
     needed = {CHOSEN: a.tokens, MIX: a.anchor == "proximal" or None, WAS_SHOWN: a.shown}
     needed[IMITATE] = a.imitate if a.imitate is not None and a.imitate.of != "heard" else None
-    if set(uncovered(a)) - BESIDE or any(
-        choice is not None and stream not in batch for stream, choice in needed.items()
-    ):
+    lacks = any(choice is not None and stream not in batch for stream, choice in needed.items())
+    if set(uncovered(a)) - BESIDE or lacks:
         return None
     mu = batch[MU].astype(np.float64)
     # Where the start of the step was not scored, the learner's present log-probs stand for it.
@@ -315,9 +301,9 @@ def demand(a: Algorithm, batch: Batch, logp_M: np.ndarray) -> Demand | None:
         factor, bound = CORRECTIONS[kind(piece)](piece, MismatchInputs(mu, start, inputs))
         # Factors multiply, and a token that is near a bound of any of them is unsure.
         push, near = push * factor, np.minimum(near, bound)
-    pull, size = _pull(a.pull, batch, logp_M, gap) or (None, None)
-    if pull is None or size is None:
+    if (pull_and_size := _pull(a.pull, batch, logp_M, gap)) is None:
         return None
+    pull, size = pull_and_size
     if a.tokens is not None and a.tokens.silences:
         # A silenced token has no policy gradient; the pull reads it all the same.
         push = push * batch[CHOSEN]
@@ -342,9 +328,8 @@ def value_demand(value: Any, batch: Batch, value_M: np.ndarray) -> np.ndarray | 
     """d loss / d value of one minibatch: weight * coef * the derivative of half the larger square, plain or clipped."""
     if RETURN not in batch or (value.clip is not None and VALUE not in batch):
         return None
-    unclipped = value_M - batch[RETURN]
-    slope = unclipped
-    if value.clip is not None and VALUE in batch:
+    slope = unclipped = value_M - batch[RETURN]
+    if value.clip is not None:
         step = value_M - batch[VALUE]
         clipped = batch[VALUE] + np.clip(step, -value.clip, value.clip) - batch[RETURN]
         # The larger square counts. Where that is the clipped one and the value is beyond its clip, nothing moves the
@@ -370,13 +355,11 @@ def _pull(pull: Any, batch: Batch, logp_M: np.ndarray, gap_M: np.ndarray) -> tup
         return None
     d = logp_M - batch[REFERENCE]
     # Beyond the limit the estimator is clamped, so it has no slope.
-    is_clamped = d < -LIMIT
     clamped = np.maximum(d, -LIMIT)
-    k3, k3_slope = np.exp(-clamped) - 1 + clamped, np.where(is_clamped, 0.0, 1 - np.exp(-clamped))
+    k3, k3_slope = np.exp(-clamped) - 1 + clamped, np.where(d < -LIMIT, 0.0, 1 - np.exp(-clamped))
     # rk3 is r k3 with r differentiated too: r k3 + r k3'. A clamped r has no slope.
-    slope = {"k2": d, "k3": k3_slope, "rk3": exp(gap_M) * (k3 * (np.abs(gap_M) <= LIMIT) + k3_slope)}.get(
-        pull.estimator
-    )
+    rk3_slope = exp(gap_M) * (k3 * (np.abs(gap_M) <= LIMIT) + k3_slope)
+    slope = {"k2": d, "k3": k3_slope, "rk3": rk3_slope}.get(pull.estimator)
     # e^-d may be large, and rounding with it.
     size = pull.coef * (1 + np.abs(logp_M)) * np.maximum(1, np.exp(-clamped))
     if pull.estimator == "rk3":

@@ -64,20 +64,8 @@ def points_uphill(a: Algorithm, batch: Batch, logp_M: np.ndarray, value_M: np.nd
     algorithm, covered by `demand` or not."""
     clip = None if a.clip is None else a.clip.without_top()
     # All that may pull against the credit on purpose is taken out.
-    alone = replace(
-        a,
-        clip=clip,
-        pull=None,
-        entropy=None,
-        imitate=None,
-        distill=None,
-        hint=None,
-        tokens=None,
-        shown=None,
-        rewards="sum",
-        shape=(),
-        scale="one",
-    )
+    out = dict.fromkeys(("pull", "entropy", "imitate", "distill", "hint", "tokens", "shown"), None)
+    alone = replace(a, **out, clip=clip, rewards="sum", shape=(), scale="one")
     logp, value = (torch.from_numpy(x).requires_grad_() for x in (logp_M, value_M))
     PolicyLoss(alone).terms(batch, TokenScores(logp, None, value)).loss.backward()
     # A step against the gradient: positive where the log-prob moves with its credit.
@@ -151,14 +139,11 @@ class LossCheck(Observer):
         return Needs(logp=due(event.index), gradients=due(event.index))
 
     def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
-        match event:
-            case LearnedEvent(packed=PackedEvent(index=index, batch=batch), passes=passes) if due(index):
-                # As the step learned: with its adapted coefficients, and in a warm-up with the value loss alone.
-                return ObserverReport(
-                    loss_agrees(of_step(roles.stage.algorithm, roles.adaptive, index)[0], batch, passes)
-                )
-            case _:
-                return None
+        if not isinstance(event, LearnedEvent) or not due(event.packed.index):
+            return None
+        # As the step learned: with its adapted coefficients, and in a warm-up with the value loss alone.
+        a, _ = of_step(roles.stage.algorithm, roles.adaptive, event.packed.index)
+        return ObserverReport(loss_agrees(a, event.packed.batch, event.passes))
 
 
 LOSS_BOUND = 5e-6
