@@ -78,18 +78,14 @@ def sentences(c: RunComparison) -> list[str]:
     if len(c.groups) == 1:
         runs = c.groups[0].runs
         means = [_score(c, r).mean for r in runs]
-        least, most = number_text(min(means)), number_text(max(means))
+        between = f"their held-out {_word(c)} is between {number_text(min(means))} and {number_text(max(means))}"
         if len({r.seed for r in runs}) == 1:
-            return [
-                f"These runs have the same settings and the same seed, {runs[0].seed}: their held-out {_word(c)} is"
-                f" between {least} and {most}. Give runs with other settings, or other seeds, to"
-                " compare."
-            ]
-        return [
-            f"These runs differ in nothing but their seed: their held-out {_word(c)} is between {least} and"
-            f" {most}, {number_text(sum(means) / len(means))} on average. Give runs with other settings to compare"
-            " settings."
-        ]
+            same = f"These runs have the same settings and the same seed, {runs[0].seed}"
+            return [f"{same}: {between}. Give runs with other settings, or other seeds, to compare."]
+        average = (
+            f"{number_text(sum(means) / len(means))} on average. Give runs with other settings to compare settings."
+        )
+        return [f"These runs differ in nothing but their seed: {between}, {average}"]
     return [_sentence(c, g) for g in c.gains]
 
 
@@ -103,7 +99,10 @@ def _word(c: RunComparison) -> str:
 def _score(c: RunComparison, run: ComparedRun) -> Score:
     """Returns the score by which a run is compared, as people read it. Comparisons hold losses as negative numbers.
     Here a loss is positive again, and lower is better."""
-    score = run.measured.accuracy if c.what == "accuracy" else run.measured.reward
+    return _as_read(c, run.measured.accuracy if c.what == "accuracy" else run.measured.reward)
+
+
+def _as_read(c: RunComparison, score: Score) -> Score:
     return Score(-score.mean, -score.high, -score.low, score.prompts) if c.what == "loss" else score
 
 
@@ -115,21 +114,15 @@ def _sentence(c: RunComparison, g: GroupGain) -> str:
     if c.what == "loss":
         difference, units = "change", "rows"
         paired = replace(paired, before=-paired.before, after=-paired.after, low=-paired.high, high=-paired.low)
-    figures = f"held-out {_word(c)} {paired.means}, {difference} {paired}, paired over"
-    figures += f" {paired.prompts} {units}"
-    if (by_seeds := g.over_seeds) is not None:
-        pairing = "paired by seed" if g.by_seed else "by Welch"
-        by_seeds = (
-            Score(-by_seeds.mean, -by_seeds.high, -by_seeds.low, by_seeds.prompts) if c.what == "loss" else by_seeds
-        )
+    figures = f"held-out {_word(c)} {paired.means}, {difference} {paired}, paired over {paired.prompts} {units}"
+    if g.over_seeds is not None:
+        by_seeds, pairing = _as_read(c, g.over_seeds), "paired by seed" if g.by_seed else "by Welch"
         figures += f"; over seeds ({seeds}, {pairing}) {interval(by_seeds.mean, by_seeds.low, by_seeds.high, '+')}"
     elif min(g.seeds) > 1:
         figures += f". Its {seeds} agree to the last prompt, so they do not tell how much another seed would differ"
     else:
-        figures += (
-            ". This holds for these runs; another seed may differ by more: run each with seed=1 and seed=2 and compare"
-            " all"
-        )
+        figures += ". This holds for these runs; another seed may differ by more: run each with seed=1 and seed=2"
+        figures += " and compare all"
     margin = f"{SAME_LOSS} nats" if c.what == "loss" else "0.05 of the scale"
     claim = {
         "better": f"{other} is better than {first}",

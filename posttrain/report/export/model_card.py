@@ -10,7 +10,7 @@ import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,11 +123,8 @@ def _held_out(folder: Path, run: Run, record: Sequence[Step], stage: Stage) -> H
     names = [s.name for s in stages_to(run, stage)]
     # Of this stage the evaluations up to the exported step count, of the stages before it all.
     last = max((s.index for s in record if s.stage == stage.name), default=0)
-    evaluations = [
-        f
-        for f in episode_files(folder)
-        if f.kind == "eval" and f.stage in names and (f.stage != stage.name or f.index <= last) and f.path.is_file()
-    ]
+    evaluations = [f for f in episode_files(folder) if f.kind == "eval" and f.stage in names and f.path.is_file()]
+    evaluations = [f for f in evaluations if f.stage != stage.name or f.index <= last]
     if not evaluations:
         return None
     file = max(evaluations, key=lambda f: (names.index(f.stage), f.index))
@@ -159,11 +156,9 @@ def _front(run: Run, used: Sequence[Stage], result: HeldOutResult | None) -> lis
     path = run.model.path or ""
     # A folder of this machine with a slash in its name is no id of the hub.
     on_hub = HUB_ID.fullmatch(path) and not Path(path).exists()
-    algorithms = [s.algorithm_name for s in used if s.algorithm_name]
-    reward = any(isinstance(s, Reinforce) for s in used)
-    preferences = any(isinstance(s, PREFERENCES) for s in used)
-    kinds = [*(["reinforcement-learning"] if reward else []), *(["preference-optimization"] if preferences else [])]
-    tags = ["posttrain", *kinds, *algorithms]
+    kinds = {"reinforcement-learning": Reinforce, "preference-optimization": PREFERENCES}
+    tags = ["posttrain", *(tag for tag, kind in kinds.items() if any(isinstance(s, kind) for s in used))]
+    tags += [s.algorithm_name for s in used if s.algorithm_name]
     return [
         "---",
         "library_name: transformers",
@@ -212,31 +207,22 @@ def _links(links: Sequence[LineageLink]) -> list[str]:
     for link in links:
         # The record may be a stranger's: what is no list of objects is left out.
         stages: Any = link.about.get("stages")
-        taken = (
-            " + ".join(str(s.get("steps")) for s in stages if isinstance(s, dict)) if isinstance(stages, list) else ""
-        )
-        rows.append(
-            f"| {link.kind} {code(link.name)} | {code(taken) if taken else ''} |"
-            f" {' | '.join(code(x or '-') for x in (link.weights, link.tokenizer, link.template))} |"
-        )
+        each = [s.get("steps") for s in stages if isinstance(s, dict)] if isinstance(stages, list) else []
+        digests = " | ".join(code(x or "-") for x in (link.weights, link.tokenizer, link.template))
+        taken = code(" + ".join(map(str, each))) if each else ""
+        rows.append(f"| {link.kind} {code(link.name)} | {taken} | {digests} |")
     return [*rows, "", f"`{LINEAGE}` beside the weights has all of it, `{CERTIFICATE}` what was compared."]
 
 
 def _algorithm(stage: Stage, lineages: Mapping[str, list[dict[str, Any]]]) -> list[str]:
     """The patches that make the algorithm, from the root of its ladder on."""
-    lines = [
-        f"## Algorithm of {code(stage.name)}: {code(stage.algorithm_name)}",
-        "",
-        "Each line is a patch of the one above:",
-        "",
-    ]
+    title = f"## Algorithm of {code(stage.name)}: {code(stage.algorithm_name)}"
+    lines = [title, "", "Each line is a patch of the one above:", ""]
     for patch in lineages.get(stage.name, []):
         changes: Mapping[str, Any] = patch.get("changes") or {}
         changed = ", ".join(f"{k}={_short(v)}" for k, v in changes.items())
-        lines.append(
-            f"- {code(patch.get('name', ''))} ({code(patch.get('paper', ''))})"
-            + (f": {code(changed)}" if changed else "")
-        )
+        patched = f"- {code(patch.get('name', ''))} ({code(patch.get('paper', ''))})"
+        lines.append(f"{patched}: {code(changed)}" if changed else patched)
     return lines
 
 
@@ -249,18 +235,13 @@ def _short(value: Any) -> str:
 
 
 def _data(run: Run, used: Sequence[Stage]) -> list[str]:
-    out = [
-        "## Data and environment",
-        "",
-        "| stage | environment | prompts | rewards | held out |",
-        "|---|---|---|---|---:|",
-    ]
+    heads = ["| stage | environment | prompts | rewards | held out |", "|---|---|---|---|---:|"]
+    out = ["## Data and environment", "", *heads]
     for s in used:
         env = run.env_of(s)
         rewards = ", ".join(f"{r.function} (weight {r.weight:g})" for r in env.rewards)
-        out.append(
-            f"| {code(s.name)} | {code(env.name)} | {code(env.prompts or '')} | {code(rewards)} | {env.heldout} |"
-        )
+        cells = (code(s.name), code(env.name), code(env.prompts or ""), code(rewards), str(env.heldout))
+        out.append(f"| {' | '.join(cells)} |")
     return out
 
 
@@ -275,29 +256,16 @@ def _measured(result: HeldOutResult | None) -> list[str]:
         out += [f"| mean reward | {reward} | {reward.prompts} |"]
     if accuracy.prompts:
         out += [f"| accuracy | {accuracy} | {accuracy.prompts} |"]
-    which = (
-        "on the weights of this model"
-        if not result.behind
-        else f"{result.behind} updates before the weights of this model, which were not measured themselves"
-    )
-    return [
-        *out,
-        "",
-        f"Measured at {where}, {which}, with {result.samples} samples of a prompt. The interval is over prompts.",
-    ]
+    which = "on the weights of this model"
+    if result.behind:
+        which = f"{result.behind} updates before the weights of this model, which were not measured themselves"
+    how = f"with {result.samples} samples of a prompt. The interval is over prompts."
+    return [*out, "", f"Measured at {where}, {which}, {how}"]
 
 
 def _settings(run: Run) -> list[str]:
-    tree = json.dumps(to_plain(run), indent=1, ensure_ascii=True)
-    return [
-        "## Settings",
-        "",
-        "<details><summary>the whole run</summary>",
-        "",
-        *block(local_names(tree), "json"),
-        "",
-        "</details>",
-    ]
+    tree = block(local_names(json.dumps(to_plain(run), indent=1, ensure_ascii=True)), "json")
+    return ["## Settings", "", "<details><summary>the whole run</summary>", "", *tree, "", "</details>"]
 
 
 def _versions(facts: Mapping[str, Any]) -> list[str]:
@@ -311,24 +279,13 @@ def _checks(used: Sequence[Stage], record: Sequence[Step]) -> list[str]:
     out = ["## Checks that ran", ""]
     for s in used:
         taken = sum(x.stage == s.name for x in record)
-        names = ", ".join(map(code, observers(s, (), {}).names))
-        out.append(
-            f"- {code(s.name)}: {names or 'none'}, over {taken} steps" if taken else f"- {code(s.name)}: no step"
-        )
-    notes = list(_notes(used, record))
+        names = ", ".join(map(code, observers(s, (), {}).names)) or "none"
+        out.append(f"- {code(s.name)}: {f'{names}, over {taken} steps' if taken else 'no step'}")
+    stages = {s.name for s in used}
+    # In the order in which they were first given.
+    notes = Counter(note for step in record if step.stage in stages for note in step.notes)
     out += ["", f"A failed check stops a run, so none failed. Notes said meanwhile: {len(notes) or 'none'}."]
-    out += [f"- {count} x {code(text)}" for text, count in notes[:MOST_NOTES]]
-    return out
-
-
-def _notes(used: Sequence[Stage], record: Sequence[Step]) -> Iterator[tuple[str, int]]:
-    """(note, at how many steps it was given) for each different note of these stages."""
-    names = {s.name for s in used}
-    counts: dict[str, int] = {}
-    for step in record:
-        for note in step.notes if step.stage in names else ():
-            counts[note] = counts.get(note, 0) + 1
-    yield from counts.items()
+    return out + [f"- {count} x {code(text)}" for text, count in [*notes.items()][:MOST_NOTES]]
 
 
 def _again(facts: Mapping[str, Any], run: Run) -> list[str]:
@@ -338,10 +295,7 @@ def _again(facts: Mapping[str, Any], run: Run) -> list[str]:
     at = words.index("run") if "run" in words else -1
     # The command of a resumed run is not the one that began it.
     if at < 0 or "--resume" in words:
-        return [
-            "## Reproduce",
-            "",
-            f"Started from Python, recipe {code(run.recipe)}; the settings above are the whole run.",
-        ]
+        how = f"Started from Python, recipe {code(run.recipe)}; the settings above are the whole run."
+        return ["## Reproduce", "", how]
     command = local_names(shlex.join(["posttrain", *words[at:]]))
     return ["## Reproduce", "", *block(command, "sh")]

@@ -33,8 +33,8 @@ LINES_A_SECOND, TABLES_A_SECOND = 10, 4
 
 
 class RoleProgress(Progress):
-    """The live line, with the table of roles below it. A thread of its own draws both, so the table goes on while the
-    learner computes. `roles`: None: there is no table."""
+    """The live line, with the table of roles below it, where there is one. A thread of its own draws both, so the table
+    goes on while the learner computes."""
 
     def __init__(self, columns: tuple[ProgressColumn, ...], console: PlainConsole, roles: RoleWatch | None) -> None:
         self._roles = roles
@@ -98,10 +98,10 @@ class Terminal:
                 same_step = f"{self._measured}, " if self._measured and self._measured_at == step.index else ""
                 self._measured, self._measured_at = same_step + words(step.gauges[name].mean), step.index
         known_total = None if self._open_ended(step) else total
+        count = _count(step.index, known_total)
         if self._line is not None:
             self._line.update(step.stage, step.index, known_total, f"{self._facts(step)}{self._left(step, total)}")
         elif self._bar is not None and self._task is not None:
-            count = _count(step.index, known_total)
             self._bar.update(self._task, completed=step.index, total=known_total, count=count, facts=self._facts(step))
         # In a log a line is printed for the last step, for a measured one, and otherwise every few seconds.
         elif (
@@ -110,7 +110,6 @@ class Terminal:
             or time.monotonic() - self._printed > PLAIN_EVERY
         ):
             self._printed = time.monotonic()
-            count = _count(step.index, known_total)
             self.console.print(f"{step.stage} {count}  {self._facts(step)}{self._left(step, total)}")
         for note in self._once.new(step):
             self.say(f"  {noted(step, note)}")
@@ -150,7 +149,8 @@ class Terminal:
 
     def _draw(self, step: Step) -> None:
         """Open the live line of a terminal."""
-        name, done, facts = (_plain(w) for w in ("{task.description}", "{task.fields[count]}", "{task.fields[facts]}"))
+        words = ("{task.description}", "{task.fields[count]}", "{task.fields[facts]}")
+        name, done, facts = (TextColumn(word, markup=False) for word in words)
         columns = (name, BarColumn(bar_width=24), done, facts, TimeRemainingColumn())
         self._bar = RoleProgress(columns, self.console, self.roles)
         total = None if self._open_ended(step) else self.run.stage(step.stage).steps
@@ -214,8 +214,3 @@ def noted(step: Step, note: str) -> str:
         return f"note: step {step.index}: {note}"
     name, _, message = note.removeprefix(RULE).partition(": ")
     return f"note: step {step.index}, {name}: {message}"
-
-
-def _plain(form: str) -> TextColumn:
-    """A column that shows its text without interpreting markup."""
-    return TextColumn(form, markup=False)
