@@ -1,7 +1,6 @@
-"""The outcome of a run, read from its folder alone.
+"""The outcome of a run, read from its folder alone: held-out scores with their steps, and gains paired by prompt.
 
-It has held-out scores with the step they were measured at, and gains that are paired by prompt. The run may be
-finished, running or killed, and may be somebody else's.
+The run may be finished, running or killed, and may be somebody else's.
 """
 
 from __future__ import annotations
@@ -72,8 +71,6 @@ class StageOutcome:
     """Optimizer steps that its steps took. A step without credit takes none."""
     idle: int = 0
     """Steps that took no optimizer step."""
-    time_of: str | None = None
-    """`Stage.time_of`."""
     agreement: Score | None = None
     """Share of held-out pairs that the stage's scores order as they were judged; None where it reads no judgements."""
     agreement_before: float | None = None
@@ -171,8 +168,7 @@ def read_outcome(folder: Path | str) -> RunOutcome:
 
 def _state(folder: Path) -> dict[str, Mapping[str, Any]]:
     """Returns what the newest checkpoint stores of each stage: the result of one that ended, else its progress."""
-    checkpoint = newest(folder)
-    if checkpoint is None:
+    if (checkpoint := newest(folder)) is None:
         return {}
     with run_reader.damage_is_named(f"{checkpoint.folder}/state.json"):
         state = checkpoint.state
@@ -195,31 +191,28 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
         # Without recorded episodes the figures of the checkpoint remain, and no prompt can be paired. The accuracy is
         # None where grades tell no share of right answers.
         if end is None and done and known.get("reward"):
-            end = Measurement(
-                stage.name,
-                int(known["steps"]),
-                _score(known["accuracy"] or [math.nan] * 3),
-                _score(known["reward"]),
-                known["graded"],
-            )
-        greedy = known.get("greedy")
-        seconds = known.get("seconds")
+            accuracy = _score(known["accuracy"] or [math.nan] * 3)
+            end = Measurement(stage.name, int(known["steps"]), accuracy, _score(known["reward"]), known["graded"])
+        greedy, seconds, agreement_before = (
+            None if known.get(name) is None else float(known[name])
+            for name in ("greedy", "seconds", "agreement_before")
+        )
         roles = {str(k): float(v) for k, v in known.get("roles", {}).items()}
         peaks = {str(k): float(v) for k, v in known.get("peaks", {}).items()}
         agreement = _score(known["agreement"]) if known.get("agreement") else None
-        agreement_before = None if known.get("agreement_before") is None else float(known["agreement_before"])
-        greedy = None if greedy is None else float(greedy)
-        seconds = None if seconds is None else float(seconds)
     # Measurements before the first step and after the last are in no step's line, so they are added to the curve.
     end_points = {0: agreement_before, taken: agreement and agreement.mean}
     agreements = dict(_curve(steps, "heldout/agreement")) | {i: x for i, x in end_points.items() if x is not None}
     # After a kill the losses may be of steps that the record has lost.
-    losses = {i: x for i, x in reading.losses(stage).items() if i <= taken}
+    losses = {i: x for i, x in run_reader.losses(reading.folder, stage.name).items() if i <= taken}
     unpaired = _unpaired(run, stage, taken, start, end)
     # A reward model was measured and has no agreement: its held-out judgements are all alike.
     if done and stage.eval and not stage.leaves_policy and run.env_of(stage).heldout and agreement is None:
         unpaired = NOTHING_ORDERED
     pair = (start, end) if start is not None and end is not None and not unpaired else None
+    # Where the accuracy says nothing of the outcomes (`Grades.tells`), it has no curve.
+    grades = common_grades(start, end)
+    heldout = _with_ends(_curve(steps, "eval/accuracy"), start, end, "accuracy")
     return StageOutcome(
         stage=stage,
         steps=taken,
@@ -232,7 +225,7 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
         unpaired=unpaired,
         rewards=_curve(steps, "rollout/reward"),
         losses=next((c for n in LOSSES if (c := _curve(steps, n))), ()),
-        heldout=_if_accuracy_tells(_with_ends(_curve(steps, "eval/accuracy"), start, end, "accuracy"), start, end),
+        heldout=heldout if grades is None or grades.tells else (),
         heldout_reward=_with_ends(_curve(steps, "eval/reward"), start, end, "reward"),
         greedy=greedy,
         seconds=seconds,
@@ -240,7 +233,6 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
         peaks=peaks,
         updates=_updates(steps),
         idle=sum("optim/steps" in s.gauges and not s.gauges["optim/steps"].sum for s in steps),
-        time_of=stage.time_of,
         agreement=agreement,
         agreement_before=agreement_before,
         agreements=tuple(sorted(agreements.items())),
@@ -249,12 +241,6 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
         likelihoods={} if stage.judged else losses,
         misordered=losses if stage.judged else {},
     )
-
-
-def _if_accuracy_tells(curve: Curve, start: Measurement | None, end: Measurement | None) -> Curve:
-    """The curve of the accuracy; empty where accuracy says nothing of the outcomes (`Grades.tells`)."""
-    grades = common_grades(start, end)
-    return curve if grades is None or grades.tells else ()
 
 
 def _updates(steps: Sequence[Step]) -> int:
@@ -284,20 +270,14 @@ def _score(measured: Sequence[float]) -> Score:
 
 def _curve(steps: Sequence[Step], name: str) -> Curve:
     """The finite means of a gauge by step."""
-    return tuple(
-        (s.index, s.gauges[name].mean)
-        for s in steps
-        if name in s.gauges and s.gauges[name].count and math.isfinite(s.gauges[name].mean)
-    )
+    counted = [(s.index, s.gauges[name].mean) for s in steps if name in s.gauges and s.gauges[name].count]
+    return tuple((i, x) for i, x in counted if math.isfinite(x))
 
 
 def _with_ends(middle: Curve, start: Measurement | None, end: Measurement | None, what: str) -> Curve:
     """The curve with the evaluations before the first step and after the last one, which no step's line holds."""
-    points = dict(middle)
-    if start is not None:
-        points[0] = getattr(start, what).mean
-    if end is not None:
-        points[end.step] = getattr(end, what).mean
+    measured = ((0, start), (0 if end is None else end.step, end))
+    points = dict(middle) | {step: getattr(m, what).mean for step, m in measured if m is not None}
     return tuple(sorted((i, x) for i, x in points.items() if math.isfinite(x)))
 
 
@@ -350,10 +330,6 @@ class _Reading:
             if starts(self.run.stages, other) == began and (other.name, 0) in self.files:
                 return self._at(other.name, 0)
         return None
-
-    def losses(self, stage: Stage) -> dict[int, HeldoutLoss]:
-        """The held-out losses of a stage by the steps taken."""
-        return run_reader.losses(self.folder, stage.name)
 
     def end(self, stage: Stage) -> Measurement | None:
         """The last evaluation of a stage after its first step."""

@@ -110,10 +110,11 @@ def footnote(of: RunOutcome) -> str:
     each of them is to be compared with."""
     began, compared = {s.name: s.began for s in of.stages}, list[str]()
     for s in (s for s in of.stages if not s.stage.hands_on):
-        if s.time_of is not None and began.get(s.time_of) == s.began:
-            compared.append(f"instead of {s.time_of}, from the same weights, for the same time")
+        time_of = s.stage.time_of
+        if time_of is not None and began.get(time_of) == s.began:
+            compared.append(f"instead of {time_of}, from the same weights, for the same time")
         else:
-            time = f", for the time of {s.time_of}" if s.time_of is not None else ""
+            time = f", for the time of {time_of}" if time_of is not None else ""
             compared.append(f"from the weights of {s.began}{time}, handed to nobody")
     return "* " + "; ".join(compared) if compared else ""
 

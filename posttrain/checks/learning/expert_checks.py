@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.checks.learning.gradient_and_update_checks import SMALLEST, gradient_norm
+from posttrain.checks.learning.gradient_and_update_checks import gradient_norm, may_be_rounded_away
 from posttrain.checks.sampling.sampler_checks import sampler_agrees
 from posttrain.checks.stage_history import due
 from posttrain.core.batch import Batch, Packed
@@ -131,9 +131,8 @@ def learner_follows(roles: ReinforceRoles, routers: Routers, packed: Packed) -> 
     assert segment.routed_N is not None
     known = known_rows(segment.routed_N)[:, None, None]
     # Every choice moved on by one: experts that no router chose. Only a pass that follows them agrees with the other.
-    shifted = replace(
-        segment, routed_N=np.where(known, (segment.routed_N + 1) % routers.experts, segment.routed_N).astype(np.int16)
-    )
+    others = np.where(known, (segment.routed_N + 1) % routers.experts, segment.routed_N).astype(np.int16)
+    shifted = replace(segment, routed_N=others)
     wanted, scored = routers.read(shifted, replay=True).logp, roles.learner.score(shifted)
     gap, bound = float(np.abs(wanted - scored).max()), FOLLOWS[roles.run.model.dtype]
     if not gap <= bound:
@@ -214,7 +213,7 @@ def experts_learn(
             continue
         # An exchange of all ranks, so it comes before anything that one of them alone might raise.
         largest = {n: routers.of_all(_by_expert(g)) for n, g in grads.items() if n != gate and g is not None}
-        weighs = batch.routed_N is not None and batch.routed_N.shape[2] > 1  # the weight of one expert may always be 1
+        weighs = batch.routed_N.shape[2] > 1  # the weight of one expert may always be 1
         # A frozen router is not among the gradients and has nothing to learn.
         learns = gate not in grads or (grads[gate] is not None and bool(grads[gate].any()))
         if weighs and not learns and any(s.any() for s in largest.values()):
@@ -286,8 +285,7 @@ def _followed(name: str, gradient: Any, tensor: Any, busy: np.ndarray, expected:
         at = e * width + int(gradient[e].detach().abs().argmax())
         value = float(tensor.detach().flatten()[at])
         move = expected(name, gradient.detach(), at)
-        # A move below 8 units in the last place may be rounded away.
-        if move is not None and abs(move) >= 8 * float(np.spacing(np.float32(max(SMALLEST, abs(value))))):
+        if move is not None and not may_be_rounded_away(move, value):
             out.append(FollowedExpert(name, e, at, value))
     return out
 
@@ -325,17 +323,11 @@ class ExpertsCheck(Observer):
                 with roles.clock.of("check"):
                     return self._played(roles, routers, e)
             case DifferentiatedEvent(packed, passes) if _is_checked(packed) and passes.logp_grad:
-                batch = packed.batch
+                batch, trained, moves = packed.batch, roles.trainer.trained(), _moves(roles, event.share)
                 heard = learned_from(batch, passes)
-                self._followed = experts_learn(
-                    batch,
-                    routers,
-                    roles.trainer.trained(),
-                    _moves(roles, event.share),
-                    AT_ONCE * packed.index,
-                    heard,
-                    _certain(roles, routers, batch, heard),
-                )
+                certain = _certain(roles, routers, batch, heard)
+                first = AT_ONCE * packed.index
+                self._followed = experts_learn(batch, routers, trained, moves, first, heard, certain)
             case LearnedEvent() if self._followed:
                 # Let go before anything is raised: it holds numbers of weights that are gone.
                 followed, self._followed = self._followed, []
@@ -362,24 +354,17 @@ class ExpertsCheck(Observer):
         if roles.run.model.router_replay == "start":  # what is learned from has other experts than the sampler's
             exact = lambda: routers.followed().exact(packed)  # noqa: E731
             # From packed tokens to spoken ones: the flag of the place that predicts each.
-            fresh_M = fresh[packed.source_M]
-            gauges |= sampler_agrees(
-                packed, tokens.mu_M, followed.logp, fresh_M, dtype=dtype, exact=exact, text=roles.text
-            )
+            mu_M, fresh_M = tokens.mu_M, fresh[packed.source_M]
+            gauges |= sampler_agrees(packed, mu_M, followed.logp, fresh_M, dtype=dtype, exact=exact, text=roles.text)
         if roles.run.model.router_replay != "none" and due(e.index):
             # The scoring pass is the one that training compares with, so it is the one that must follow.
             gauges |= learner_follows(roles, routers, packed)
         choices, rows = differing(packed.routed_N[known], alone.own[known])
-        gaps = {"experts/gap_replayed": followed.logp, "experts/gap_alone": alone.logp}
-        return ObserverReport(
-            {
-                **gauges,
-                **load_gauges(packed.routed_N[known], routers.experts),
-                "experts/differ": Gauge(choices, 1),
-                "experts/tokens_differ": Gauge(rows, 1),
-                **{n: Gauge(float(np.abs(x.astype(np.float64) - tokens.mu_M).sum()), len(x)) for n, x in gaps.items()},
-            }
-        )
+        gauges |= load_gauges(packed.routed_N[known], routers.experts)
+        gauges |= {"experts/differ": Gauge(choices, 1), "experts/tokens_differ": Gauge(rows, 1)}
+        for name, logp in (("experts/gap_replayed", followed.logp), ("experts/gap_alone", alone.logp)):
+            gauges[name] = Gauge(float(np.abs(logp.astype(np.float64) - tokens.mu_M).sum()), len(logp))
+        return ObserverReport(gauges)
 
     def _pushed(self, routers: Routers, tokens: StepTokens, before: np.ndarray) -> ObserverReport:
         """Reports how far the step's updates moved the routers, on the step's own tokens."""

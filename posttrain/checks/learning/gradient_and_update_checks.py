@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -75,10 +75,7 @@ def gradient_reaches(learner: Learner, ids: np.ndarray) -> None:
         scores = learner.forward(packed, Reads(value=bool(head)))
         if head:
             _reaches_head(scores.value, head)
-        gradients = torch.autograd.grad(
-            scores.logp, list(parameters.values()), cotangent(scores.logp), allow_unused=True
-        )
-        silent = [n for n, g in zip(parameters, gradients, strict=True) if g is None or not bool(g.any())]
+        silent = _silent(scores.logp, parameters, cotangent(scores.logp))
     # What is scored here is scored without training mode, as every comparison before and after a move.
     learner.train_mode(False)
     unmoved = learner.score(packed)
@@ -93,16 +90,22 @@ def gradient_reaches(learner: Learner, ids: np.ndarray) -> None:
 
 def _reaches_head(value: torch.Tensor | None, head: Mapping[str, Any]) -> None:
     """InvariantError if a parameter of the value head gets no gradient from the values."""
-    # The values are another output than the log-probs, so a head that is cut off shows only here.
-    deaf = [n for n, p in head.items() if not p.requires_grad]
-    if not deaf and value is not None and value.requires_grad:
-        gradients = torch.autograd.grad(value.sum(), list(head.values()), allow_unused=True, retain_graph=True)
-        deaf = [n for n, g in zip(head, gradients, strict=True) if g is None or not bool(g.any())]
-    elif not deaf:
-        # The values were computed without a gradient: all of the head is cut off.
-        deaf = list(head)
+    # The values are another output than the log-probs, so a head that is cut off shows only here. Where the values were
+    # computed without a gradient, all of it is.
+    deaf = [n for n, p in head.items() if not p.requires_grad] or list(head)
+    if all(p.requires_grad for p in head.values()) and value is not None and value.requires_grad:
+        deaf = _silent(value.sum(), head, keep=True)
     if deaf:
         raise InvariantError(DEAF.format(", ".join(deaf)))
+
+
+def _silent(
+    output: torch.Tensor, parameters: Mapping[str, Any], factors: torch.Tensor | None = None, *, keep: bool = False
+) -> list[str]:
+    """Names of the parameters that get no gradient from an output. `keep`: the graph is used once more."""
+    wanted = list(parameters.values())
+    gradients = torch.autograd.grad(output, wanted, factors, allow_unused=True, retain_graph=keep)
+    return [n for n, g in zip(parameters, gradients, strict=True) if g is None or not bool(g.any())]
 
 
 @torch.no_grad()
@@ -215,23 +218,16 @@ def _smallest(grads: Mapping[str, Any]) -> list[str]:
     return names[: int((ends <= IN_FULL).sum())]
 
 
+def may_be_rounded_away(move: float, weight: float) -> bool:
+    """Returns whether a move of a float32 weight is below 8 units in its last place."""
+    return abs(move) < 8 * float(np.spacing(np.float32(max(SMALLEST, abs(weight)))))
+
+
 def moved(handed: StepGradients, parameters: Mapping[str, Any], lr: float) -> Gauges:
     """An optimizer step changes every parameter with a gradient, if the update is larger than the parameter's rounding.
-
-    Args:
-        handed: the gradients and expected updates of the step.
-        parameters: what the optimizer updates, after the step.
-        lr: the learning rate of this step.
-    """
-    pushed: list[str] = []
-    still: list[str] = []
-    for name, top in handed.largest.items():
-        # An update below 8 units in the last place may be rounded away, which is no fault.
-        if abs(top.move) < 8 * float(np.spacing(np.float32(max(SMALLEST, abs(top.weight))))):
-            continue
-        pushed.append(name)
-        if float(parameters[name].detach().flatten()[top.index]) == top.weight:
-            still.append(name)
+    `parameters`: what the optimizer updates, after the step. `lr`: the learning rate of this step."""
+    pushed = {n: top for n, top in handed.largest.items() if not may_be_rounded_away(top.move, top.weight)}
+    still = [n for n, top in pushed.items() if float(parameters[n].detach().flatten()[top.index]) == top.weight]
     if still:
         raise InvariantError(
             f"{len(still)} of {len(pushed)} parameters with a gradient did not move in an optimizer step:"
@@ -259,22 +255,20 @@ def keeps_to_schedule(config: Optimizer, handed: StepGradients, parameters: Mapp
             )
 
 
-@dataclass(frozen=True)
-class Update:
-    """The largest difference of an optimizer step from the expected one."""
+class Update(NamedTuple):
+    """The largest difference of an optimizer step from the expected one, and the parameter that has it."""
 
-    name: str
-    """The parameter that has it."""
-    moved: float
+    name: str = ""
+    moved: float = 0.0
     """Difference of the move, relative to the size of a full step."""
-    state: float
+    state: float = 0.0
     """Difference of the optimizer's state, relative to its largest number."""
 
 
 def departure(handed: StepGradients, after: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> Update:
     """The largest difference between a step and what was expected of it, over all elements that are checked. `after`:
     what the optimizer updates, after the step. `state`: the optimizer's state after the step."""
-    worst = Update("", 0.0, 0.0)
+    worst = Update()
     for name, expected in handed.expected.items():
         # In float64 on the host: the difference of two float32 weights must not be rounded again.
         old, new = (x.detach().double().cpu() for x in (handed.before[name], after[name]))
@@ -355,9 +349,8 @@ class UpdateCheck(Observer):
                 # A step without credit may move nothing, so the check waits for one that has.
                 checked = _calls_for_update(packed) and (schedule_due or not self._moved)
                 # Made before the optimizer steps, from the gradients that it is about to get.
-                self._handed = (
-                    StepGradients.of(roles.trainer.optimizer, roles.stage.optimizer, share) if checked else None
-                )
+                optimizer, config = roles.trainer.optimizer, roles.stage.optimizer
+                self._handed = StepGradients.of(optimizer, config, share) if checked else None
             case LearnedEvent(lr=lr) if self._handed is not None:
                 handed, self._handed = self._handed, None  # it holds copies of weights
                 return ObserverReport(self._follow(roles, handed, lr))
@@ -379,11 +372,10 @@ class UpdateCheck(Observer):
             keeps_to_schedule(roles.stage.optimizer, handed, trained, lr)
             return Gauges()
         # An optimizer that was resumed has taken steps already: only a first step is compared whole.
-        checked = handed.first and (handed.expected or handed.largest)
-        return merge(
-            moved(handed, trained, lr),
-            update_agrees(roles.stage.optimizer, handed, trained, optimizer.state_tensors()) if checked else {},
-        )
+        seen = moved(handed, trained, lr)
+        if handed.first and (handed.expected or handed.largest):
+            seen |= update_agrees(roles.stage.optimizer, handed, trained, optimizer.state_tensors())
+        return seen
 
 
 def _calls_for_update(packed: PackedEvent) -> bool:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -77,10 +77,14 @@ def silent_on_all_ranks(
         raise InvariantError(DEAF.format(", ".join(deaf)))
     if by_layer:
         products_agree(learner, gradients, wanted)
-    elif scores.value is None or not head:
+    else:
+        if scores.value is not None and head:
+            # The values send gradients into the policy too: those of the log-probs alone are wanted.
+            logp = learner.forward(packed).logp
+            ((logp * cotangent(logp)).sum() / learner.ranks.world).backward()
+            _take_gradients(head)
+            gradients = _take_gradients(parameters)
         summed_once(learner, packed, parameters, gradients)
-    else:  # the values send gradients into the policy too: those of the log-probs alone are wanted
-        summed_once(learner, packed, parameters, _of_logp(learner, packed, parameters, head))
     return [n for n in parameters if n not in heard]
 
 
@@ -91,8 +95,11 @@ def silent_in_parts(
     unused (an expert), a parameter counts only if no rank's part gets one. Each rank computes all tokens, and calls
     this with the same ones. Raises InvariantError: the value head gets no gradient, or the gradients of all parts are
     not that of the log-probs."""
-    # A mixture follows fixed experts: else a small move could change a choice, and log-probs would jump.
-    learner, packed = _as_chosen(learner, packed)
+    # A mixture follows the experts that the weights choose at present: else a small move could change a choice, and
+    # log-probs would jump.
+    if (routers := learner.routers()) is not None:
+        packed = replace(packed, routed_N=routers.read(packed, replay=False).own)
+        learner = cast("TensorLearner", routers.followed())
     scores = learner.forward(packed)
     (scores.logp * cotangent(scores.logp)).sum().backward()
     gradients = _take_gradients(parameters)
@@ -114,33 +121,12 @@ def silent_in_parts(
     return [n for n in parameters if not needed(one.get(n, False) for one in table)]
 
 
-def _as_chosen(learner: TensorLearner, packed: Packed) -> tuple[TensorLearner, Packed]:
-    """The learner and the batch with the experts fixed to those that the weights choose at present. A small move of the
-    weights then changes no choice. A model without experts is returned as it is."""
-    routers = learner.routers()
-    if routers is None:
-        return learner, packed
-    follows = routers.followed()
-    assert isinstance(follows, TensorLearner)
-    return follows, replace(packed, routed_N=routers.read(packed, replay=False).own)
-
-
 def _take_gradients(parameters: Mapping[str, Any]) -> dict[str, Tensor]:
     """Copies of the parameters' gradients, which are then cleared."""
     gradients = {n: p.grad.detach().clone() for n, p in parameters.items() if p.grad is not None}
     for p in parameters.values():
         p.grad = None
     return gradients
-
-
-def _of_logp(
-    learner: ShardedLearner, packed: Packed, parameters: Mapping[str, Any], head: Mapping[str, Any]
-) -> dict[str, torch.Tensor]:
-    """The gradients of the weighted sum of the log-probs alone; the parameters' own gradients are cleared."""
-    scores = learner.forward(packed)
-    ((scores.logp * cotangent(scores.logp)).sum() / learner.ranks.world).backward()
-    _take_gradients(head)
-    return _take_gradients(parameters)
 
 
 @contextmanager

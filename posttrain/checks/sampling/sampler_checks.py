@@ -32,7 +32,7 @@ from posttrain.role.events import (
     PlayedEvent,
     ScoredEvent,
 )
-from posttrain.role.learner_passes import Needs
+from posttrain.role.learner_passes import Needs, Passes
 from posttrain.role.learning.logprob_tolerance import LEAST, Exact, Gap, allowed, as_sampled
 from posttrain.role.roles import ReinforceRoles
 from posttrain.system.errors import ConfigError, InvariantError
@@ -52,23 +52,19 @@ def noise_band(a: Algorithm, mu_M: np.ndarray, learner_M: np.ndarray, sequence_M
     # The 99th percentile: a few tokens may have far larger gaps by rounding alone.
     band = float(np.quantile(np.abs(gap_M), 0.99))
     mu, learner, sequence = (torch.as_tensor(np.asarray(x, np.float64)) for x in (mu_M, learner_M, sequence_M))
-    worst = 0.0
+    factors: list[torch.Tensor] = []
     # Both signs of credit: a trust region bounds them on different sides.
     for sign in (1.0, -1.0):
-        batch = Streams(
-            sequence.long(),
-            int(sequence_M.max()) + 1,
-            streams={MU: mu, ADVANTAGE: torch.full_like(mu, sign), WEIGHT: torch.ones_like(mu)},
-        )
+        streams = {MU: mu, ADVANTAGE: torch.full_like(mu, sign), WEIGHT: torch.ones_like(mu)}
+        batch = Streams(sequence.long(), int(sequence_M.max()) + 1, streams=streams)
         # Only a trust region that compares with the sampler, and can silence tokens, sees this noise.
         if a.anchor == "behaviour" and a.silences and not a.stores_top:
             ratio = importance(a.ratio, learner - mu, batch)
-            worst = max(
-                worst, _silent(push(a.clip, TrustInputs(ratio, learner - mu, batch[ADVANTAGE], learner, batch)).push_M)
-            )
+            factors.append(push(a.clip, TrustInputs(ratio, learner - mu, batch[ADVANTAGE], learner, batch)).push_M)
         if a.correction:
             # The learner is both the start and the present policy, so c = learner / mu is this noise and nothing else.
-            worst = max(worst, _silent(correct(a.correction, learner, learner, batch).used_M))
+            factors.append(correct(a.correction, learner, learner, batch).used_M)
+    worst = max((float((x == 0).double().mean()) for x in factors), default=0.0)
     if worst > MOST:
         raise ConfigError(
             f"{a.name}: {worst:.1%} of the tokens would fall silent although no weight has moved. Sampler and learner"
@@ -77,11 +73,6 @@ def noise_band(a: Algorithm, mu_M: np.ndarray, learner_M: np.ndarray, sequence_M
             " (anchor=start), widen the bounds, or use model.dtype=float32"
         )
     return {"mismatch/band": Gauge(band, 1)}
-
-
-def _silent(loudness_M: torch.Tensor) -> float:
-    """The share of tokens whose factor is 0."""
-    return float((loudness_M == 0).double().mean())
 
 
 def sampler_agrees(
@@ -187,8 +178,7 @@ def said_by_these_weights(groups: Sequence[Group], promised: Sequence[int]) -> N
     for g in groups:
         for e in g.episodes:
             for s in e.segments:
-                unpromised = [v for v in s.version[s.mask].tolist() if v not in known]
-                if unpromised:
+                if unpromised := [v for v in s.version[s.mask].tolist() if v not in known]:
                     also = f" and samples may also be of {', '.join(map(str, others))}" if others else ""
                     raise InvariantError(
                         f"task {g.task.id!r} has tokens said by version {unpromised[0]}, while the learner holds"
@@ -214,24 +204,6 @@ def stops_are_true(groups: Sequence[Group], stop_ids: Sequence[int], max_tokens:
                     f" {'is' if ends_in_stop else 'is not'} a stop token ({s.spoken} tokens said, at most {max_tokens}"
                     " a turn). Length shaping and filters read the reason: find who drops the token or the reason"
                 )
-
-
-def _band_line(band: Gauges, dtype: str) -> tuple[str, ...]:
-    """The noise band as a line for people, where rounding is coarser than float32."""
-    if "mismatch/band" not in band or dtype == "float32":
-        return ()
-    size = band["mismatch/band"].mean
-    return (f"noise band: sampler and learner differ by up to {size:.2g} nats for 99 % of tokens in {dtype}",)
-
-
-def _price_line(price: float | None, own_M: np.ndarray) -> tuple[str, ...]:
-    """Says what `exact=true` achieves and costs, as a line for people."""
-    if price is None:
-        return ()
-    return (
-        f"exact: sampler and learner agree bit for bit on {int(own_M.sum())} tokens; scoring them as the sampler does"
-        f" takes {price:.2g} times as long as the learner's own forward pass, and comes on top of it",
-    )
 
 
 def _with_its_experts(roles: ReinforceRoles, micro: Batch, logp_M: np.ndarray, fresh_M: np.ndarray) -> np.ndarray:
@@ -280,9 +252,7 @@ class SamplerCheck(Observer):
                     self._fresh = False
                     return self._same_weights(roles, e, groups)
             case DifferentiatedEvent(packed, passes) if packed.first:
-                return ObserverReport(
-                    self._ratio_is_one(roles, packed, list(zip(passes.micros, passes.logp, strict=True)))
-                )
+                return ObserverReport(_ratio_is_one(roles, packed, passes))
         return None
 
     def _same_weights(self, roles: ReinforceRoles, e: Experience, groups: Sequence[ScoredGroup]) -> ObserverReport:
@@ -303,37 +273,36 @@ class SamplerCheck(Observer):
         if same:  # by code that shares nothing with the sampler's
             packed_pass = roles.learner.packed_score(packed)
             sampler_agrees(packed, mu, packed_pass, fresh, dtype=dtype, exact=exact, text=roles.text)
-        band = noise_band(
-            roles.stage.algorithm,
-            mu[fresh],
-            learner[fresh],
-            # Episodes are numbered anew without holes, as sums over episodes need it.
-            np.unique(packed.sequence_M[fresh], return_inverse=True)[1],
-            dtype,
-        )
+        # Episodes are numbered anew without holes, as sums over episodes need it.
+        sequence = np.unique(packed.sequence_M[fresh], return_inverse=True)[1]
+        band = noise_band(roles.stage.algorithm, mu[fresh], learner[fresh], sequence, dtype)
         # Only a reference that began as the policy is at a distance of 0.
         if roles.reference is not None and roles.own_reference and REFERENCE in episodes[0]:
             reference = np.concatenate([x for s in episodes for x in s[REFERENCE]])
             routers = roles.learner.routers()  # a reference follows no choices
             alone = learner if routers is None else routers.read(packed, replay=False).logp
             no_distance_yet(alone, reference, dtype, lambda: roles.learner.exact(packed), packed.sampling.temperature)
-        return ObserverReport(
-            merge(gauges, band), (*_band_line(band, dtype), *_price_line(roles.learner.price(packed), fresh))
-        )
+        notes: list[str] = []
+        if "mismatch/band" in band and dtype != "float32":
+            apart = f"differ by up to {band['mismatch/band'].mean:.2g} nats for 99 % of tokens in {dtype}"
+            notes.append(f"noise band: sampler and learner {apart}")
+        if (price := roles.learner.price(packed)) is not None:
+            cost = f"takes {price:.2g} times as long as the learner's own forward pass, and comes on top of it"
+            agree = f"sampler and learner agree bit for bit on {int(fresh.sum())} tokens"
+            notes.append(f"exact: {agree}; scoring them as the sampler does {cost}")
+        return ObserverReport(merge(gauges, band), tuple(notes))
 
-    def _ratio_is_one(
-        self, roles: ReinforceRoles, packed: PackedEvent, micros: Sequence[tuple[Batch, np.ndarray]]
-    ) -> Gauges:
-        """On the first optimizer step after a push, every token sampled with the current weights has rho = 1."""
-        gauges, dtype, same = list[Gauges](), roles.run.model.dtype, roles.run.exact
-        for micro, logp in micros:
-            exact = lambda batch=micro: as_sampled(roles.learner).exact(batch)  # noqa: E731
-            fresh = micro[VERSION] == packed.version
-            if keeps_caches(roles.run.engine):
-                # A segment with a token of other weights has a cache of theirs, and so no log-prob that the learner
-                # could have.
-                fresh &= ~np.isin(micro.segment_M, micro.segment_M[~fresh])
-            learner = _with_its_experts(roles, micro, logp.astype(np.float32), fresh)
-            mu, text = micro[MU], roles.text
-            gauges.append(sampler_agrees(micro, mu, learner, fresh, dtype=dtype, exact=exact, text=text, same=same))
-        return merge(*gauges)
+
+def _ratio_is_one(roles: ReinforceRoles, packed: PackedEvent, passes: Passes) -> Gauges:
+    """On the first optimizer step after a push, every token sampled with the current weights has rho = 1."""
+    gauges, dtype, same = list[Gauges](), roles.run.model.dtype, roles.run.exact
+    for micro, logp in zip(passes.micros, passes.logp, strict=True):
+        exact = lambda batch=micro: as_sampled(roles.learner).exact(batch)  # noqa: E731
+        fresh = micro[VERSION] == packed.version
+        if keeps_caches(roles.run.engine):
+            # A segment with a token of other weights has a cache of theirs, and so no log-prob that the learner has.
+            fresh &= ~np.isin(micro.segment_M, micro.segment_M[~fresh])
+        learner = _with_its_experts(roles, micro, logp.astype(np.float32), fresh)
+        mu, text = micro[MU], roles.text
+        gauges.append(sampler_agrees(micro, mu, learner, fresh, dtype=dtype, exact=exact, text=text, same=same))
+    return merge(*gauges)

@@ -85,13 +85,9 @@ def look(episodes: Sequence[Episode], first: int) -> CheckedDraws | None:
             tokens_before += s.spoken
     if not chosen:
         return None
-    at = np.concatenate([np.arange(tokens_before, tokens_before + part.spoken) for _, part, tokens_before in chosen])
-    return CheckedDraws(
-        Packed.of([part for _, part, _ in chosen]),
-        tuple(e for e, _, _ in chosen),
-        at,
-        tokens_left < 1 or packed_tokens >= PACKED,
-    )
+    at_M = np.concatenate([np.arange(before, before + part.spoken) for _, part, before in chosen])
+    packed, full = Packed.of([part for _, part, _ in chosen]), tokens_left < 1 or packed_tokens >= PACKED
+    return CheckedDraws(packed, tuple(e for e, _, _ in chosen), at_M, full)
 
 
 def beginning(s: Segment, spoken: int) -> Segment:
@@ -113,9 +109,8 @@ def uniforms(draws: CheckedDraws, seed: int, stream: str) -> np.ndarray:
     for segment, e in enumerate(draws.episodes):
         # A turn has random numbers of its own, so a longer turn before it moves nothing.
         keys = [seeds.key(seed, stream, e.task.id, e.visit, e.sibling, turn) for turn in range(len(e.turns))]
-        of_episode = np.concatenate(
-            [np.zeros(0), *(seeds.uniforms(key, n) for key, n in zip(keys, e.turns, strict=True))]
-        )
+        turns = [seeds.uniforms(key, n) for key, n in zip(keys, e.turns, strict=True)]
+        of_episode = np.concatenate([np.zeros(0), *turns])
         of_segment = draws.packed.segment_M == segment
         # The beginning of an episode's tokens: places that `beginning` cut off have uniforms that nobody reads.
         out[of_segment] = of_episode[draws.at_M[of_segment]]
@@ -295,10 +290,10 @@ class DrawsCheck(Observer):
                 # Unmeasured: the bound of the dtype, so that no float64 pass is needed in every step.
                 apart = unmeasured(roles.run.model.dtype, roles.sampling.temperature).worst
                 return ObserverReport(bet_on_siblings(self._bets.siblings, e.played, apart))
-            case ScoredEvent(e, _) if _is_tested(roles.stage.most_behind, e.index):
+            # Where samples may be older, only the first step learns from what the learner's own weights said.
+            case ScoredEvent(e, _) if e.index == 1 or (not roles.stage.most_behind and looked_at(e.index)):
                 return ObserverReport(self._test(roles, e))
-            case _:
-                return None
+        return None
 
     def _test(self, roles: ReinforceRoles, e: Experience) -> Gauges:
         """Test draws of the first groups, whose number is fixed. How many further groups are played, and which ones
@@ -310,9 +305,9 @@ class DrawsCheck(Observer):
         return draws_are_true(roles, self._bets, episodes, e.index * 7 % len(episodes), roles.stream)
 
 
-def _is_tested(most_behind: int, index: int) -> bool:
-    """Returns whether draws of step `index` are tested: all that it learns from was said by the learner's weights."""
-    return index == 1 if most_behind else index <= 16 or index % 8 == 0
+def looked_at(index: int) -> bool:
+    """Returns whether draws of step `index` are tested: in the first 16 steps and in every eighth later one."""
+    return index <= 16 or index % 8 == 0
 
 
 def draws_are_true(roles: ReinforceRoles, bets: Bets, episodes: Sequence[Episode], first: int, stream: str) -> Gauges:

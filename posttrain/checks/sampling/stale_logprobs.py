@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from posttrain.checks.sampling.sampler_checks import keeps_caches, said_by_these_weights, sampler_agrees
-from posttrain.checks.sampling.sampler_draws import PACKED, PROBED, Bets, draws_are_true
+from posttrain.checks.sampling.sampler_draws import PACKED, PROBED, Bets, draws_are_true, looked_at
 from posttrain.core import seeds
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.exchange.experience import Experience
@@ -80,9 +80,8 @@ class FreshCheck(Observer):
             case PlayedEvent(e) if roles.stage.most_behind:
                 return self._agree(roles, e)
             case DifferentiatedEvent(packed, passes) if packed.first and START in packed.batch:
-                micros = zip(passes.micros, passes.logp, strict=True)
                 # The first minibatch of a step: no update has moved the learner yet.
-                for micro, logp_M in micros:
+                for micro, logp_M in zip(passes.micros, passes.logp, strict=True):
                     exact = lambda batch=micro: roles.learner.exact(batch)  # noqa: E731
                     start_is_the_learner(micro, logp_M.astype(np.float32), roles.run.model.dtype, exact)
         return None
@@ -94,8 +93,7 @@ class FreshCheck(Observer):
         groups, version = (*e.played, *waiting), roles.trainer.version
         segments = fresh_segments(groups, version, keeps_caches(roles.run.engine))
         # Caches of other weights are a risk of their own and are looked at in every step.
-        due_step = e.index <= 16 or e.index % 8 == 0
-        if not segments or not (due_step or (segments[0].version[segments[0].mask] != version).any()):
+        if not segments or not (looked_at(e.index) or (segments[0].version[segments[0].mask] != version).any()):
             return None
         # In the mixed segments only the tokens of this version can be compared.
         fresh = np.concatenate([s.version[s.mask] for s in segments]) == version
@@ -168,7 +166,10 @@ class ProbeCheck(Observer):
         # Without a push both sides hold different weights. After the last step there is no later one to compare in.
         if not self._prompts or roles.sync.sampler.version != roles.trainer.version or step.index == roles.stage.steps:
             return None
-        await self._stop()
+        # The turns of an earlier push have other weights.
+        self.end()
+        if self._saying is not None:
+            await asyncio.gather(self._saying, return_exceptions=True)
         self._version = roles.trainer.version
         self._saying = asyncio.ensure_future(self._say(roles, step.index))
         # Wait where time must not matter, or where so many probes were missed that the check would say nothing.
@@ -180,12 +181,6 @@ class ProbeCheck(Observer):
     def end(self) -> None:
         if self._saying is not None:
             self._saying.cancel()
-
-    async def _stop(self) -> None:
-        """Give up the turns of an earlier push, which has other weights."""
-        if self._saying is not None:
-            self._saying.cancel()
-            await asyncio.gather(self._saying, return_exceptions=True)
 
     async def _say(self, roles: ReinforceRoles, index: int) -> list[Group]:
         """Sample the turns of the probe, each as a group of one episode."""
@@ -204,20 +199,17 @@ class ProbeCheck(Observer):
         return list(await asyncio.gather(*(turn(i, p) for i, p in enumerate(self._prompts))))
 
     def _compare(self, roles: ReinforceRoles, turns: asyncio.Task[list[Group]]) -> ObserverReport:
-        """Compare turns that have ended with the learner, and forget them."""
+        """Compare turns that have ended with the learner, test their draws, and forget them."""
         # Forgotten first: a task that is compared is not compared again.
         self._saying, self._missed = None, 0
         with roles.clock.of("check"):
-            return self._agree(roles, turns.result())
-
-    def _agree(self, roles: ReinforceRoles, groups: Sequence[Group]) -> ObserverReport:
-        """Compare the turns of the probe with the learner, and test their draws."""
-        said_by_these_weights(groups, (roles.trainer.version,))
-        episodes = [e for g in groups for e in g.episodes]
-        segments = [s for e in episodes for s in e.segments]
-        gauges = _compare_segments(roles, segments, np.ones(sum(s.spoken for s in segments), bool))
-        draws = draws_are_true(roles, self._bets, episodes, 0, _stream(roles))
-        return ObserverReport(merge(gauges, draws, {"canary/probed": Gauge(1, 1)}))
+            groups = turns.result()
+            said_by_these_weights(groups, (roles.trainer.version,))
+            episodes = [e for g in groups for e in g.episodes]
+            segments = [s for e in episodes for s in e.segments]
+            gauges = _compare_segments(roles, segments, np.ones(sum(s.spoken for s in segments), bool))
+            draws = draws_are_true(roles, self._bets, episodes, 0, _stream(roles))
+            return ObserverReport(merge(gauges, draws, {"canary/probed": Gauge(1, 1)}))
 
 
 def _stream(roles: ReinforceRoles) -> str:

@@ -8,7 +8,8 @@ machinery, and `findings` asks all of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 from posttrain.config.run import Reinforce
 from posttrain.config.stages.preference_settings import OnlinePreference
@@ -28,17 +29,15 @@ from posttrain.diagnose.rules.rule import UNJUDGED, Finding, known, last, mean, 
 
 def findings(history: Sequence[Step], stage: Reinforce | Rejection | OnlinePreference) -> list[Finding]:
     """The findings of all rules for this kind of stage at the end of its record so far."""
+    seen, rules = history, cast("Mapping[str, Callable[..., str]]", RULES)
     if isinstance(stage, Rejection):
-        rounds = [s for s in history if "reject/round" in s.gauges]
         # A round has its gauges at its first step. At the other steps nothing new can be found.
-        if not rounds or rounds[-1] is not history[-1]:
-            return []
-        return [Finding(n, message) for n, condition in ROUND_RULES.items() if (message := condition(rounds, stage))]
-    if not history:
+        seen, rules = [s for s in history if "reject/round" in s.gauges], ROUND_RULES
+    elif isinstance(stage, OnlinePreference):
+        rules = PLAYED_RULES
+    if not seen or seen[-1] is not history[-1]:
         return []
-    if isinstance(stage, OnlinePreference):
-        return [Finding(n, message) for n, condition in PLAYED_RULES.items() if (message := condition(history, stage))]
-    return [Finding(n, message) for n, condition in RULES.items() if (message := condition(history, stage))]
+    return [Finding(name, message) for name, condition in rules.items() if (message := condition(seen, stage))]
 
 
 def _still(steps: Sequence[Step]) -> bool:
@@ -55,16 +54,9 @@ def old_policy_is_the_new_one(history: Sequence[Step], stage: Reinforce) -> str:
     # With one optimizer step the policy is where it started whenever it is compared.
     if stage.optimizer_steps < 2:
         return ""
-    recent = [
-        s
-        for s in history[-3:]
-        if s.gauges["optim/steps"].sum >= 2
-        and mean(s, "policy/kl_start") is not None
-        and mean(s, "credit/advantage_abs")
-    ]
-    if len(recent) < 3 or _still(recent):
-        return ""
-    if any(s.gauges["policy/kl_start"].sum != 0 for s in recent):
+    recent = [s for s in history[-3:] if s.gauges["optim/steps"].sum >= 2 and mean(s, "credit/advantage_abs")]
+    recent = [s for s in recent if mean(s, "policy/kl_start") is not None]
+    if len(recent) < 3 or _still(recent) or any(s.gauges["policy/kl_start"].sum != 0 for s in recent):
         return ""
     return (
         "later optimizer steps of a step find the policy exactly where it started, for three steps: the old log-probs"
