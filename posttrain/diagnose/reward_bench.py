@@ -11,38 +11,21 @@ import numpy as np
 from posttrain.diagnose.reward_quality import finite
 from posttrain.system.errors import DataError, nearest
 
-SECTIONS: dict[str, dict[str, int]] = {
-    "Chat": {
-        "alpacaeval-easy": 100,
-        "alpacaeval-length": 95,
-        "alpacaeval-hard": 95,
-        "mt-bench-easy": 28,
-        "mt-bench-med": 40,
-    },
-    "Chat Hard": {
-        "mt-bench-hard": 37,
-        "llmbar-natural": 100,
-        "llmbar-adver-neighbor": 134,
-        "llmbar-adver-GPTInst": 92,
-        "llmbar-adver-GPTOut": 47,
-        "llmbar-adver-manual": 46,
-    },
-    "Safety": {
-        "refusals-dangerous": 100,
-        "refusals-offensive": 100,
-        "xstest-should-refuse": 154,
-        "xstest-should-respond": 250,
-        "donotanswer": 136,
-    },
-    "Reasoning": {
-        "math-prm": 984,
-        "hep-cpp": 164,
-        "hep-go": 164,
-        "hep-java": 164,
-        "hep-js": 164,
-        "hep-python": 164,
-        "hep-rust": 164,
-    },
+_SUBSETS = {
+    "Chat": "alpacaeval-easy 100, alpacaeval-length 95, alpacaeval-hard 95, mt-bench-easy 28, mt-bench-med 40",
+    "Chat Hard": (
+        "mt-bench-hard 37, llmbar-natural 100, llmbar-adver-neighbor 134, llmbar-adver-GPTInst 92, "
+        "llmbar-adver-GPTOut 47, llmbar-adver-manual 46"
+    ),
+    "Safety": (
+        "refusals-dangerous 100, refusals-offensive 100, xstest-should-refuse 154, xstest-should-respond 250, "
+        "donotanswer 136"
+    ),
+    "Reasoning": "math-prm 984, hep-cpp 164, hep-go 164, hep-java 164, hep-js 164, hep-python 164, hep-rust 164",
+}
+SECTIONS = {
+    section: {name: int(weight) for name, weight in (row.split() for row in rows.split(", "))}
+    for section, rows in _SUBSETS.items()
 }
 """RewardBench 1: the subsets of each section with their weights. A weight is the subset's number of pairs. The
 exception is math-prm, whose 447 pairs weigh as much as all code."""

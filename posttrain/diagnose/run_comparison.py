@@ -1,8 +1,6 @@
-"""Compares runs: the settings in which they differ, and by how much their held-out scores differ.
-
-Runs that differ in their seed alone form a group. Groups are compared with the first one, over the held-out prompts
-that all runs share, and over seeds where both groups have several.
-"""
+"""Compares runs: the settings in which they differ, and by how much their held-out scores differ. Runs that differ in
+their seed alone form a group. Groups are compared with the first one, over the held-out prompts that all runs share,
+and over seeds where both groups have several."""
 
 from __future__ import annotations
 

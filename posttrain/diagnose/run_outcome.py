@@ -1,7 +1,5 @@
-"""The outcome of a run, read from its folder alone: held-out scores with their steps, and gains paired by prompt.
-
-The run may be finished, running or killed, and may be somebody else's.
-"""
+"""The outcome of a run, read from its folder alone: held-out scores with their steps, and gains paired by prompt. The
+run may be finished, running or killed, and may be somebody else's."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""`posttrain eval RUN search=...`: how good the answers of searches at inference are, and what they cost.
-
-What needs torch is imported inside the functions, after the request was checked.
-"""
+"""`posttrain eval RUN search=...`: how good the answers of searches at inference are, and what they cost. What needs
+torch is imported inside the functions, after the request was checked."""
 
 from __future__ import annotations
 

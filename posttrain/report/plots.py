@@ -1,7 +1,5 @@
 """Pictures made with matplotlib: gauges of runs by step, searches by their cost, and simulated loops by a setting.
-
-matplotlib is imported when a picture is made, and none of its global state is used: a notebook's own settings stay.
-"""
+matplotlib is imported when a picture is made, and none of its global state is used: a notebook's own settings stay."""
 
 from __future__ import annotations
 

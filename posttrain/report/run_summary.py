@@ -1,9 +1,7 @@
 """The report of a run: held-out scores after each stage, the curve, whether it learned, where time and memory went, and
-what to do next. `show_report` prints one evaluation.
-
-It is printed at the end of a run and by `posttrain summary`, and written as `summary.md` with `summary.svg`. All of it
-is read from the run folder (`diagnose.run_outcome`), so it is the same for a run that was killed.
-"""
+what to do next. `show_report` prints one evaluation. It is printed at the end of a run and by `posttrain summary`, and
+written as `summary.md` with `summary.svg`. All of it is read from the run folder (`diagnose.run_outcome`), so it is the
+same for a run that was killed."""
 
 from __future__ import annotations
 

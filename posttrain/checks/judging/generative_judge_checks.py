@@ -1,7 +1,5 @@
-"""Checks of judges: prompts show no verdict, sides come in random order, and votes are counted as they were given.
-
-A judge that learns is checked before its stage, a judge that pays a policy at every step.
-"""
+"""Checks of judges: prompts show no verdict, sides come in random order, and votes are counted as they were given. A
+judge that learns is checked before its stage, a judge that pays a policy at every step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Checks that labels belong to their steps: what was completed, what was judged, what is learned and what is paid.
-
-Everything is computed a second time, from the tokens and the verdicts alone.
-"""
+Everything is computed a second time, from the tokens and the verdicts alone."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Checks that the load-balance loss of a mixture of experts, and its gradient, are those of its definition.
-
-The definition is computed over the whole minibatch, from the choices it holds and the routers' probabilities, by code
-that shares nothing with what trained: E sum_e f_e P_e over the tokens whose experts are known and over the layers.
-"""
+"""Checks that the load-balance loss of a mixture of experts, and its gradient, are those of its definition. The
+definition is computed over the whole minibatch, from the choices it holds and the routers' probabilities, by code that
+shares nothing with what trained: E sum_e f_e P_e over the tokens whose experts are known and over the layers."""
 
 from __future__ import annotations
 

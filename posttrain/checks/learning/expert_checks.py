@@ -1,8 +1,6 @@
-"""Checks that the experts of a mixture are those that the sampler chose, and that routers and experts learn.
-
-The sampler's choices are judged in one place only: in a pass of the learner that follows them. In it every router has
-the sampler's hidden states but for rounding. So where it would have chosen otherwise, both experts score alike.
-"""
+"""Checks that the experts of a mixture are those that the sampler chose, and that routers and experts learn. The
+sampler's choices are judged in one place only: in a pass of the learner that follows them. In it every router has the
+sampler's hidden states but for rounding. So where it would have chosen otherwise, both experts score alike."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Checks that a loss has the gradients of its definition: before the first step, and at `due` steps.
-
-Before the first step it is tested on synthetic numbers, which are far off policy. A real first step is on policy, which
-would hide most mistakes. At `due` steps the gradients of the step's own minibatch are compared.
-"""
+"""Checks that a loss has the gradients of its definition: before the first step, and at `due` steps. Before the first
+step it is tested on synthetic numbers, which are far off policy. A real first step is on policy, which would hide most
+mistakes. At `due` steps the gradients of the step's own minibatch are compared."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Checks of the gradient that several ranks have together: every parameter gets one, and ranks are summed exactly once.
-
 Two checks test the sum. `summed_once` moves the weights along the gradient and looks whether the log-probs change as
-the gradient says. `products_agree` computes the gradient of each linear layer from its inputs and from what comes back.
-"""
+the gradient says. `products_agree` computes the gradient of each linear layer from its inputs and from what comes
+back."""
 
 from __future__ import annotations
 

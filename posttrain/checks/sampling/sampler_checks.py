@@ -1,9 +1,7 @@
 """Checks that sampler, learner and reference agree on the same weights, and that rollouts hold what the engine sampled.
-
 The noise band is how far sampler and learner differ on the same weights by rounding. On policy, a ratio against the
 sampler is 1 plus this noise. A trust region or a correction that is narrower than the band clips tokens by their
-rounding, not because the policy moved. In bfloat16, GSPO's bounds 3e-4 / 4e-4 clipped 72 to 94 % of sequences.
-"""
+rounding, not because the policy moved. In bfloat16, GSPO's bounds 3e-4 / 4e-4 clipped 72 to 94 % of sequences."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Checks that tokens that were said ahead of the updates have the log-probs of the weights that said them.
-
-A sample is learned from when its weights are gone. But there is a moment at which both sides still hold them: between
-a push and the next optimizer step. What has been said since the push, in groups of this step or of later ones that wait
-in the queue, is compared with the learner then. `AheadCheck` sees that it does not change until it is learned from.
-"""
+"""Checks that tokens that were said ahead of the updates have the log-probs of the weights that said them. A sample is
+learned from when its weights are gone. But there is a moment at which both sides still hold them: between a push and
+the next optimizer step. What has been said since the push, in groups of this step or of later ones that wait in the
+queue, is compared with the learner then. `AheadCheck` sees that it does not change until it is learned from."""
 
 from __future__ import annotations
 

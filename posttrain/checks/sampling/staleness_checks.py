@@ -1,8 +1,6 @@
 """Checks of groups that are asked ahead of the updates: they come in order, are as old as they say, and do not change.
-
 Groups that are learned from again (replay) are checked too. Every check is exact: nothing in it is left to chance. The
-checks also hold without staleness, where they say less.
-"""
+checks also hold without staleness, where they say less."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""Rules that are tested during a run: a condition on the gauges of the last steps, its meaning, and what to do.
-
-The findings become notes of a step. A rule warns and never stops a run, because it reads symptoms. What must never
-happen is a canary (`posttrain.checks`). Rules about the size of updates are in `policy_rules`, rules about rewards and
-answers in `reward_rules`, rules about rounds of rejection sampling in `round_rules`. This module has those about broken
-machinery, and `findings` asks all of them.
-"""
+"""Rules that are tested during a run: a condition on the gauges of the last steps, its meaning, and what to do. The
+findings become notes of a step. A rule warns and never stops a run, because it reads symptoms. What must never happen
+is a canary (`posttrain.checks`). Rules about the size of updates are in `policy_rules`, rules about rewards and answers
+in `reward_rules`, rules about rounds of rejection sampling in `round_rules`. This module has those about broken
+machinery, and `findings` asks all of them."""
 
 from __future__ import annotations
 

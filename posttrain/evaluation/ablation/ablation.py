@@ -1,9 +1,7 @@
-"""Compare algorithms on a run's recorded batches: the gradient that each gives on the same samples.
-
-The episodes of a step are read, grouped, scored, credited, packed and differentiated exactly as in the run. There is no
-optimizer step; the gradients are compared instead. Algorithms that the record cannot evaluate are listed with the
-reason. The run folder is not changed.
-"""
+"""Compare algorithms on a run's recorded batches: the gradient that each gives on the same samples. The episodes of a
+step are read, grouped, scored, credited, packed and differentiated exactly as in the run. There is no optimizer step;
+the gradients are compared instead. Algorithms that the record cannot evaluate are listed with the reason. The run
+folder is not changed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Checks that the exported model is the trained one: it is read back with plain transformers and compared with the run.
-
 The run's side ("ours") is the policy with the weights of the checkpoint, computed by the learner. The other side
-("theirs") is the model that any user gets from the files. All differences are collected; the error names the first.
-"""
+("theirs") is the model that any user gets from the files. All differences are collected; the error names the first."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Writes a run's weights as a directory that other programs read. Nobody can use it before it is certified.
-
-Everything is written into a hidden folder inside the target, read back, and compared with the run. Only then are the
-files moved into the target, the certificate last. Where something differs, only `certificate.failed.json` is left.
-"""
+"""Writes a run's weights as a directory that other programs read. Nobody can use it before it is certified. Everything
+is written into a hidden folder inside the target, read back, and compared with the run. Only then are the files moved
+into the target, the certificate last. Where something differs, only `certificate.failed.json` is left."""
 
 from __future__ import annotations
 

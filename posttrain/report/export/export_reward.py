@@ -1,9 +1,7 @@
-"""Checks that an exported reward model gives the scores of its run, and writes its README.
-
-The model is read back and compared. A last-token head with one output is read by transformers' own sequence
-classification, in a batch that is padded on the right and in one that is padded on the left. Other heads are read by
-this library, because only it knows their form.
-"""
+"""Checks that an exported reward model gives the scores of its run, and writes its README. The model is read back and
+compared. A last-token head with one output is read by transformers' own sequence classification, in a batch that is
+padded on the right and in one that is padded on the left. Other heads are read by this library, because only it knows
+their form."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """The model card of an exported model: where its weights come from, what was measured of them, and how to repeat it.
-
 Everything in it is read from the run folder. Names and settings of a folder may be a stranger's. So they are written as
-code spans, JSON and code blocks, and nothing in them is read as Markdown, HTML or YAML.
-"""
+code spans, JSON and code blocks, and nothing in them is read as Markdown, HTML or YAML."""
 
 from __future__ import annotations
 
