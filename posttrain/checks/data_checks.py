@@ -68,14 +68,8 @@ def demonstration_ends_once(
     documents: bool = False,
 ) -> None:
     """Every demonstrated turn is imitated up to exactly one stop token, its last. A demonstration ends with a turn.
-
-    Args:
-        packed: the demonstrations of a minibatch (`core.batch`).
-        stop_ids: the tokens that end a turn.
-        text: decodes token ids.
-        whole_turns: whether turns are learned whole. Else parts of one may be masked, and end in no stop token.
-        documents: whether a sequence that is learned from its beginning (see `DOCUMENT`) may have stop tokens inside.
-    """
+    `whole_turns`: turns are learned whole; else parts of one may be masked, and end in no stop token. `documents`: a
+    sequence that is learned from its beginning (see `DOCUMENT`) may have stop tokens inside."""
     # Without stop ids nothing says where a turn ends.
     if not stop_ids:
         return
@@ -89,8 +83,7 @@ def demonstration_ends_once(
     turn_ends_N = spoken_N & ~np.append(spoken_N[1:], False)
     stops = np.bincount(packed.segment_M, weights=stops_N[packed.source_M + 1], minlength=len(ends))
     turns = np.bincount(packed.segment_M, weights=turn_ends_N[packed.source_M + 1], minlength=len(ends))
-    # In a whole turn the stop token and the end are at one place. Where a part may be masked, only a stop inside is
-    # wrong.
+    # In a whole turn its stop token is its end. Where a part may be masked, only a stop inside is wrong.
     wrong_N = (stops_N & ~turn_ends_N) | ((turn_ends_N & ~stops_N) if whole_turns else False)
     misplaced_S = np.bincount(packed.segment_M, weights=wrong_N[packed.source_M + 1], minlength=len(ends))
     if documents:

@@ -51,11 +51,6 @@ class LiveRules(Observer):
         return ObserverReport(notes=tuple(f"{RULE}{f.rule}: {f.message}" for f in found))
 
 
-PASSES, UPDATE = "passes", "update"
-"""Two phases of a minibatch: its forward and backward passes; and what follows up to the optimizer's step, the checks
-of the gradient included."""
-
-
 class PhasePeaks(Observer):
     """Ends a phase of the clock at each event of a minibatch, so that each phase has its own peak of memory. It must be
     the first observer, so that what others do after an event counts for the next phase."""
@@ -65,7 +60,8 @@ class PhasePeaks(Observer):
             case PackedEvent():
                 roles.clock.phase()
             case DifferentiatedEvent():
-                roles.clock.phase(PASSES)
+                roles.clock.phase("passes")
+            # What follows up to the optimizer's step, the checks of the gradient included.
             case LearnedEvent():
-                roles.clock.phase(UPDATE)
+                roles.clock.phase("update")
         return None

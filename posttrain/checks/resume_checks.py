@@ -12,14 +12,9 @@ from posttrain.system.errors import InvariantError
 
 
 def goes_on(walked: float | None, cursor: int, taken: float | None, steps: int | None) -> None:
-    """A resumed stage takes the prompts that come next, with an optimizer that has its earlier state.
-
-    Args:
-        walked: prompts that the stage had taken by its last recorded step; None: it has no walk through prompts.
-        cursor: the prompt at which it goes on.
-        taken: optimizer steps by the record.
-        steps: optimizer steps by the optimizer's own state; None: it counts none.
-    """
+    """A resumed stage takes the prompts that come next, with an optimizer that has its earlier state. `walked`: prompts
+    that it had taken by its last recorded step (None: it walks through none); `cursor`: the prompt at which it goes on.
+    `taken`, `steps`: optimizer steps by the record, and by the optimizer's own state (None: it counts none)."""
     if walked is not None and int(walked) != cursor:
         raise InvariantError(
             f"the stage stopped after {int(walked)} prompts and would go on at prompt {cursor}: tasks and random"
@@ -49,7 +44,6 @@ class ResumeCheck(Observer):
         self._history = history
 
     async def begin(self, roles: ReinforceRoles) -> None:
-        # A stage that begins has nothing to go on from.
         if steps := self._history.steps:
             walked = steps[-1].gauges.get("rollout/walked")
             goes_on(walked.sum if walked else None, roles.groups.cursor, *_updates(self._history, roles))

@@ -110,12 +110,10 @@ def _wants_right(run: Run, s: StageOutcome) -> bool:
     """Returns whether the share of right answers is compared with the mean reward of a graded stage. Some answer must
     have been right, and it must be known what is right: it is named, or several sources are paid."""
     env = run.env_of(s.stage)
-    paid = [r for r in env.rewards if not r.measured and r.weight]
+    sources = sum(not r.measured and r.weight != 0 for r in env.rewards) + (env.name != "prompts")
     # Where nothing was ever right, the share of right answers tells nothing of the reward.
     ever_right = s.accuracy is not None and max(s.accuracy.before, s.accuracy.after) > 0
-    return (
-        s.graded and ever_right and s.tells is not None and (s.tells.named or len(paid) + (env.name != "prompts") > 1)
-    )
+    return s.graded and ever_right and s.tells is not None and (s.tells.named or sources > 1)
 
 
 def _accuracy_words(s: StageOutcome) -> str:
@@ -123,8 +121,7 @@ def _accuracy_words(s: StageOutcome) -> str:
     if not s.graded or s.tells is None or s.accuracy is None:
         return ""
     at = "1" if s.tells.at is None else f"{s.tells.at:g}"
-    a = s.accuracy
-    return f"; rewards of {at} or more: {a.means} of the answers, gain {a}"
+    return f"; rewards of {at} or more: {s.accuracy.means} of the answers, gain {s.accuracy}"
 
 
 def _ordering(undecided: Case, after: Score, before: float) -> Learning:

@@ -32,18 +32,16 @@ FIRST = (
 
 
 def differing(runs: Sequence[Run], each: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """Returns for each run the settings in which some of the runs differ, the most important first. A stage that one of
-    the runs lacks is one setting. A setting that one of the runs lacks, such as a number of a piece of the algorithm,
-    is not listed apart where a setting above it differs: it is part of that one's value. `each`: all settings of each
-    run, by their paths."""
+    """Returns for each run the settings in which some runs differ, the most important first. `each`: all settings of
+    each run, by their paths. A stage that a run lacks is one setting. A setting that a run lacks, such as a number of a
+    piece of the algorithm, is part of a setting above it that differs."""
     stages = [{s.name: f"{type(s).__name__.lower()}, {s.steps} steps" for s in run.stages} for run in runs]
     partial = {n for entries in stages for n in entries if any(n not in other for other in stages)}
     # A stage that some runs lack is one setting: its kind and its steps.
     each = [{**entries, **{n: s.get(n, NONE) for n in partial}} for entries, s in zip(each, stages, strict=True)]
     all_names = dict.fromkeys(n for entries in each for n in entries)
     names = [n for n in all_names if len({entries.get(n, NONE) for entries in each}) > 1]
-    # A setting that one run lacks follows from a setting above it that differs, such as another piece. That one's value
-    # includes it.
+    # What one run lacks follows from a setting above it that differs, whose value includes it.
     lacking = {n for n in names if any(n not in entries for entries in each)}
     listed = [n for n in names if n not in lacking or not any(n.startswith(f"{above}.") for above in names)]
     listed.sort(key=lambda n: _weight(n, {s for entries in stages for s in entries}))

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,6 @@ def read_outcome(folder: Path | str) -> RunOutcome:
     stages = [
         _stage(file.run, stage, [s for s in steps if s.stage == stage.name], reading, state.get(stage.name, {}))
         for stage in file.run.stages
-        # A stage counts as soon as it took a step or was measured. Later ones of a run that is cut are not there.
         if any(s.stage == stage.name for s in steps) or any(f.stage == stage.name for f in evaluations)
     ]
     return RunOutcome(folder, file, tuple(stages))
@@ -308,14 +308,13 @@ class _Reading:
     def __init__(self, folder: Path, run: Run, files: Sequence[EpisodeFile]) -> None:
         self.folder, self.run = folder, run
         self.files = {(f.stage, f.index): f for f in files if f.path.is_file()}
-        self._read: dict[tuple[str, int], Measurement] = {}
+        self._at = cache(lambda stage, index: measurement(self.files[stage, index]))
 
     def start(self, stage: Stage) -> Measurement | None:
         """Returns a measurement of the weights that a stage started from; None if there is none. It was made before the
         stage, at the end of the stage whose weights they are, or before another stage that started from the same
         weights."""
-        # First its own measurement, then the end of the stage that it goes on from, then another stage's from the same
-        # weights.
+        # Its own measurement, else the end of the stage that it goes on from, else another stage's start.
         if (stage.name, 0) in self.files:
             return self._at(stage.name, 0)
         began = starts(self.run.stages, stage)
@@ -334,11 +333,6 @@ class _Reading:
         after = [index for name, index in self.files if name == stage.name and index > 0]
         return self._at(stage.name, max(after)) if after else None
 
-    def _at(self, stage: str, index: int) -> Measurement:
-        if (stage, index) not in self._read:
-            self._read[stage, index] = measurement(self.files[stage, index])
-        return self._read[stage, index]
-
 
 def measurement(file: EpisodeFile) -> Measurement:
     """Read one evaluation: its tasks, the settings of its sampling, and its verdicts. Tokens are not read."""
@@ -352,8 +346,7 @@ def measurement(file: EpisodeFile) -> Measurement:
         graded = list[tuple[float | None, Right]]()
         for episode in meta["episodes"]:
             judged = [step_format.verdict_from_plain(v) for v in episode["verdicts"]]
-            # `figure` is stored where something is measured and not paid. Then it is the outcome, and the reward is the
-            # proxy.
+            # `figure` is stored where something else is paid. Then it is the outcome, and the reward the proxy.
             outcome = episode.get("figure", episode["reward"])
             graded.append((outcome, right_of(judged, episode.get("right_at"), "figure" in episode)))
             if outcome is not None:

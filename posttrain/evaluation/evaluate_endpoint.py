@@ -53,13 +53,9 @@ def remote_run(name: str) -> Run:
 async def remote_rollout(
     url: str, options: EndpointOptions, environment: Environment, contract: Sampling, *, connections: int, seed: int
 ) -> AsyncIterator[tuple[Rollout, Sampling, RemoteModel]]:
-    """(rollout over the endpoint, the contract its episodes carry, the endpoint's model). The connections are closed at
-    the end of the block.
-
-    Raises:
-        ConfigError: the endpoint has no such model, or cannot keep the contract.
-        EndpointError: its answer is not valid.
-    """
+    """(rollout over the endpoint, the contract its episodes carry, the endpoint's model), until the end of the block.
+    Raises ConfigError where the endpoint has no such model or cannot keep the contract, EndpointError where its answer
+    is not valid."""
     from posttrain.engine.endpoint import TextSampler, TextVocabulary, TokenSampler, discover
     from posttrain.engine.endpoint.endpoint_sampler import check
 

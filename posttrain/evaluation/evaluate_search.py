@@ -68,9 +68,8 @@ class SearchReport:
         front = frontier(self.points)
         rows = list[tuple[str, ...]]()
         for p in self.points:
-            gain = p.gain(one)
+            gain, score = p.gain(one), short(p.score.mean, p.score.low, p.score.high)
             more = "-" if p is one else short(gain.mean, gain.low, gain.high, "+")
-            score = short(p.score.mean, p.score.low, p.score.high)
             rows.append((p.name, score, f"{p.tokens:.1f}", more, "*" if p in front else ""))
         what = "mean reward" if one.grades.graded else "accuracy"
         return table("", ("search", f"{what} [95 %]", "tokens", "gain [95 %]", ""), rows, words=("search",))
@@ -139,25 +138,16 @@ def evaluate_searches(
     # A reward model that guides the search as well would judge its own choice.
     env = replace(run.env, rewards=tuple(r for r in run.env.rewards if not r.by_model), measured=False)
     run = replace(run, env=env, stages=(Reinforce(name=STAGE_NAME, sampling=contract),))
-    with ExitStack() as resources:
-        resources.enter_context(faults.planted(request.fault))
-        environment = resources.enter_context(closing(make_environment(run, objects)))
+    with faults.planted(request.fault), closing(make_environment(run, objects)) as environment:
         _check_single_turn(environment)
         report = _run_searches(request, run, environment, run_folder, weights, samples, trust, str(target))
-    _show(report, out, quiet)
-    return report
-
-
-def _show(report: SearchReport, out: str | Path | None, quiet: bool) -> None:
-    """Print the table and its notes, and write the picture."""
     console = PlainConsole(soft_wrap=True, quiet=quiet)
-    console.print(report.title)
-    console.print(report.table())
-    for line in report.notes():
+    for line in (report.title, report.table(), *report.notes()):
         console.print(line)
     if out is not None:
         search_plot(report.points, report.title, out)
         console.print(f"written: {out}")
+    return report
 
 
 def _run_searches(

@@ -88,7 +88,6 @@ def evaluate_reward_model(
     run = asked_run(target, overrides, trust)
     # A file of its own is no part of the split of a run, so all of its rows are measured.
     all_rows = any(word.partition("=")[0].strip() == "env.prompts" for word in overrides)
-    # The rewards of the environment are left out: the judgements are what counts.
     with closing(environment(replace(run.env, rewards=(), measured=False), run.seed)) as world:
         kinds = abilities.judgements(world).kinds
         kind: Kind | None = next((k for k in KINDS if k in kinds), None)

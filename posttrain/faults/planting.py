@@ -96,10 +96,8 @@ REGISTERED: dict[str, Fault] = {}
 
 def fault(name: str, **about: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as the buggy form of the function at `seam`; `about` are the fields of `Fault`.
-
     It gets the real function before the arguments of a call. One that takes the real function alone returns the buggy
-    one.
-    """
+    one."""
 
     def register(buggy: Callable[..., Any]) -> Callable[..., Any]:
         assert name not in REGISTERED, f"two faults are called {name!r}"
@@ -156,12 +154,10 @@ def planted(fault: Fault | str | None) -> Iterator[None]:
     """Replace the real function by the fault's twin inside the block; None changes nothing."""
     chosen = named(fault) if isinstance(fault, str) else fault
     if chosen is None:
-        # Nothing is imported or replaced in a real run.
         yield
         return
     owner, attribute = _place(chosen.seam)
-    # An inherited method is not in the class's own dictionary. Then the twin is put into the subclass and deleted at
-    # the end, so that the parent stays as it is.
+    # The twin of an inherited method is put into the subclass and deleted at the end: the parent stays.
     in_class = attribute in vars(owner)
     # `getattr` would call a property and unwrap a static method. Here the object itself is needed.
     real = inspect.getattr_static(owner, attribute)

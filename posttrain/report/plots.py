@@ -252,7 +252,6 @@ def _curves(of: RunOutcome, gauge: str) -> dict[str, Curve]:
         else:
             of_stage = (x for x in steps if x.stage == s.name and gauge in x.gauges and x.gauges[gauge].count)
             curve = tuple((x.index, x.gauges[gauge].mean) for x in of_stage)
-        # What was not measured in a step, or is no number, is left out.
         if curve := tuple((i, y) for i, y in curve if math.isfinite(y)):
             by_stage[s.name] = curve
     return by_stage

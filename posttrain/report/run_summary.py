@@ -51,16 +51,11 @@ def score_rows(of: RunOutcome, what: str, word: str) -> list[list[str]]:
         if what == "accuracy" and s.tells is None:
             gain = score = None
         at = "-" if s.end is None else f"{s.end.step}" + (f" of {s.steps}" if s.end.step != s.steps else "")
-        rows.append(
-            [
-                s.name if s.stage.hands_on else f"{s.name} *",
-                at,
-                "-" if score is None else short(score.mean, score.low, score.high),
-                "-" if gain is None else short(gain.mean, gain.low, gain.high, "+"),
-                "-" if s.greedy is None or what != "accuracy" else f"{s.greedy:.3f}",
-                "-" if s.seconds is None else f"{s.seconds:.1f}",
-            ]
-        )
+        scored = "-" if score is None else short(score.mean, score.low, score.high)
+        gained = "-" if gain is None else short(gain.mean, gain.low, gain.high, "+")
+        greedy = "-" if s.greedy is None or what != "accuracy" else f"{s.greedy:.3f}"
+        seconds = "-" if s.seconds is None else f"{s.seconds:.1f}"
+        rows.append([s.name if s.stage.hands_on else f"{s.name} *", at, scored, gained, greedy, seconds])
     # The column of greedy answers is left out where no stage has such a figure.
     i = HEADER.index("greedy")
     return [row[:i] + row[i + 1 :] for row in rows] if all(row[i] == "-" for row in rows[1:]) else rows
@@ -211,7 +206,6 @@ def planted_lines(run: Run) -> list[str]:
 def answer_lines(of: RunOutcome, said: Learning) -> list[str]:
     """The answer to "did it learn?", and what to try. A command stays on one line, so that it can be copied."""
     last, state = of.last, ""
-    # The sentence may have said it already.
     if last is not None and not of.finished and f"it took {last.steps} of" not in said.text:
         state = f" (not finished: {last.name} took {last.steps} of {last.stage.steps} steps)"
     out = textwrap.wrap(f"Did it learn? {said.text}{state}.", WIDTH, break_on_hyphens=False)

@@ -97,7 +97,6 @@ class JudgingCheck(Observer):
         train = [environment.train.task(i) for i in range(count)]
         for task in (*train[:SHOWN], *environment.heldout[:SHOWN]):
             await shows_no_verdict(environment, judging, task)
-        # An order of sides exists only where two are compared.
         if judging.sides == 2:
             order_is_random([judging.better(t) == 0 for t in train])
 

@@ -25,6 +25,9 @@ GOLD = 8
 """How many tasks' right answers are judged again."""
 
 
+Text = Callable[[np.ndarray], str]
+"""Decodes token ids."""
+Verdicts = Sequence[Judged]
 JudgedGold = tuple[Turns, Attempt, tuple[Judged, ...]]
 """Turns of a right answer, the episode they make, and its verdicts."""
 
@@ -35,8 +38,7 @@ class RejudgedAnswers:
     second one of the step is added if an answer was cut off. If the environment vouches for its right answers, they
     must score 1 at the start and at every step."""
 
-    text: Callable[[np.ndarray], str] = lambda ids: ""
-    """Decodes token ids."""
+    text: Text = lambda ids: ""
     _gold: list[JudgedGold] = field(default_factory=list[JudgedGold])
     _steps_before: int = 0
     """Steps before this one."""
@@ -104,9 +106,7 @@ class RejudgedAnswers:
             " that breaks ties by place tells equal siblings apart by chance"
         ]
 
-    async def _right_answer(
-        self, env: Environment, right: Turns, answer: Attempt, before: Sequence[Judged]
-    ) -> list[str]:
+    async def _right_answer(self, env: Environment, right: Turns, answer: Attempt, before: Verdicts) -> list[str]:
         """Judge one right answer again. Returns notes. If the environment vouches for it, it is also played again,
         since the environment that plays it may break."""
         if self._vouched is not None:
@@ -156,15 +156,14 @@ class RejudgedAnswers:
         return {"canary/mute_sources": Gauge(len(mute), len(sources))}
 
     async def _repeats(
-        self, ask: Callable[[], Awaitable[Sequence[Judged]]], answer: Attempt, before: Sequence[Judged], what: str
+        self, ask: Callable[[], Awaitable[Verdicts]], answer: Attempt, before: Verdicts, what: str
     ) -> list[str]:
         """Judge again (`ask`) and compare. A changed verdict that repeats is an error; one that varies is noted
         once."""
         now = await ask()
         if same_scores(before, now):
             return []
-        # Two new verdicts agree with each other and not with the record, so the source is not random: the record is
-        # wrong.
+        # Two new verdicts agree, and not with the record: the source is not random, and the record is wrong.
         if same_scores(now, await ask()):
             was, is_ = _shown(before), _shown(now)
             raise InvariantError(
@@ -182,15 +181,13 @@ class RejudgedAnswers:
         ]
 
 
-def _recorded_attempt(e: Episode, text: Callable[[np.ndarray], str]) -> Attempt:
+def _recorded_attempt(e: Episode, text: Text) -> Attempt:
     """The attempt of a recorded episode. `int` stands for the function that finds the token of a character. Only
     verdicts about parts of an answer read it, and those are not compared here."""
     return attempt_of(e.task, _turns(e), e.stop, e.segments, text, int, e.state)
 
 
-async def _asked_again(
-    env: Environment, e: Episode, group: Group, at: StepNumber, text: Callable[[np.ndarray], str]
-) -> Sequence[Judged]:
+async def _asked_again(env: Environment, e: Episode, group: Group, at: StepNumber, text: Text) -> Sequence[Judged]:
     """New verdicts about one episode. Sources that judge whole groups get its group again. They are left out where an
     attempt of the group cannot be read from its record."""
     together = env.abilities.together

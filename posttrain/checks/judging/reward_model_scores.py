@@ -93,8 +93,7 @@ def scores_hold(judge: RewardModelJudge, group: Group, episode: Episode, dtype: 
     # Rounding is relative to the scores that are compared, which are the siblings'.
     largest = max(abs(v.score) for v in of_judge.values() if v.score is not None)
     if (again := scored_again(judge, episode)) is None:
-        # A model with a tokenizer of its own may be unable to read what the policy said. Then there is nothing to
-        # compare.
+        # A model with a tokenizer of its own may be unable to read the answer: nothing to compare.
         if any(m.renderer is not None for m in judge.members):
             return 0.0
         raise InvariantError(
@@ -142,7 +141,6 @@ def reads_the_last_token(member: JudgeMember, probe: np.ndarray) -> None:
 def holds_what_was_trained(member: JudgeMember, folder: Path) -> None:
     """A reward model that a stage of this run trained has the weights that the stage kept, bit for bit."""
     saved = load_file(kept_folder(folder, member.stage) / WEIGHTS)
-    # Only what the stage kept can be compared.
     loaded = {n: t for n, t in member.scorer.tensors().items() if n in saved}
     if not loaded or not any(n.startswith(REWARD_HEAD) for n in loaded):
         raise InvariantError(f"reward model {member.name} holds none of the weights that stage {member.stage} kept")

@@ -59,7 +59,6 @@ def labels_are_of_their_steps(answer: LabelledAnswer, text: Text) -> None:
             f" {list(answer.tokens)}, and it says {text(spoken)!r}, whose steps end at {ends}: a label would be of"
             " another step"
         )
-    # The walk over steps below reads all of these at one place.
     if not steps == len(answer.completions) == len(answer.values.right) == len(answer.values.asked):
         raise InvariantError(f"an answer to task {e.task.id!r} has {steps} steps and other many labels")
     for k, completions in enumerate(answer.completions):
@@ -108,8 +107,7 @@ class StepLabelCheck(Observer):
             )
         for row, answer in zip(step_rows, self._answers, strict=True):
             judged = [[c.right.of(c.figure) for c in of_step if c.figure is not None] for of_step in answer.completions]
-            # The hard label asks for one right completion. The soft one is the chance of a prover that has several
-            # tries.
+            # The hard label asks for one right completion, the soft one for the chance of several tries.
             hard = [any(of_step) for of_step in judged]
             soft = [_share(of_step, roles.stage.prover) for of_step in judged]
             same = len(row["values"]) == len(soft) and np.allclose(row["values"], soft, rtol=0, atol=1e-12)

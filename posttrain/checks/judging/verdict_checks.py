@@ -96,8 +96,7 @@ class VerifierCheck(Observer):
         now = {n for n in components(episodes) if n.startswith("failed/")}
         # Where all sources abstain there is no reward and no failure, so `components` has no name for it.
         now |= {"rollout/abstained"} if any(x.reward is None and not failed(x.verdicts) for x in episodes) else set()
-        # A gauge that is 0 in a step is no news: a kind counts as known only where it happened. 64 steps are what
-        # `StageHistory.trim` leaves.
+        # A kind counts as known only where it happened. 64 steps are what `StageHistory.trim` leaves.
         known = {n for s in self._history.steps[-64:] for n, g in s.gauges.items() if g.sum and n in now}
         note = (
             f"{sum(x.reward is None for x in episodes)} of {len(episodes)} samples could not be judged:"

@@ -54,12 +54,8 @@ WHITENED = (None, "token", "sample")
 
 def kind(piece: object) -> str:
     """The name of a piece's type, with its module where it is a user's own."""
-    piece_type = type(piece)
-    return (
-        piece_type.__name__
-        if piece_type.__module__.startswith("posttrain.")
-        else f"{piece_type.__module__}.{piece_type.__name__}"
-    )
+    module, name = type(piece).__module__, type(piece).__name__
+    return name if module.startswith("posttrain.") else f"{module}.{name}"
 
 
 def uncovered_credit(a: Algorithm) -> list[str]:
@@ -303,8 +299,7 @@ def _centred(
             out.append(math.fsum(lead) / max(1, len(lead)) + _implicit_worth(baseline, x, members[x.group]))
         elif name in ("Ema", "Zero"):
             credit = x.reward - (ema if name == "Ema" else 0.0)
-            # The average moves after each episode, so the next one is compared with it. A replayed group moved it
-            # already.
+            # The average moves after each episode, for the next one. A replayed group moved it already.
             if name == "Ema" and not groups[x.group].group.again:
                 ema += (1 - a.baseline.decay) * credit  # type: ignore[union-attr]
             out.append(np.full(x.spoken, credit))
@@ -342,12 +337,10 @@ def _implicit_worth(baseline: Any, x: CreditTerms, mates: Sequence[CreditTerms])
     implicit reward is beta times the log-ratio of a token."""
     ratios = {id(m): m.stream(IMPLICIT) - np.concatenate(m.scored[REFERENCE]) for m in mates}
     others = [float(ratios[id(m)].mean()) if len(ratios[id(m)]) else 0.0 for m in mates if m is not x]
-    # The level is a mean over the other answers of their means over tokens, so that a long answer counts no more than
-    # a short one.
+    # The level is a mean over the other answers of their means over tokens: a long one counts no more.
     level = math.fsum(others) / len(others) if others else 0.0
     lead = ratios[id(x)] - level
-    # The sum from each token to the end: the leads are turned round, summed by a convolution with ones, and turned
-    # back.
+    # The sum from each token to the end: turned round, summed by a convolution with ones, and turned back.
     return baseline.beta * np.convolve(lead[::-1], np.ones(len(lead)))[: len(lead)][::-1] if len(lead) else lead
 
 

@@ -61,11 +61,9 @@ class StepCreditAudit:
         self._with_credit = [entry for entry in kept if bool(np.any(np.abs(entry.credit) > faint))]
         # The groups with an episode that is not dropped, in order, as packing takes them.
         alive = list(dict.fromkeys(entry.group for entry in kept))
-        # The minibatches as packing cuts them in the first epoch: runs of whole groups. Later epochs have other orders,
-        # which are not computed here.
+        # The minibatches as packing cuts them in the first epoch; the orders of later ones are not computed.
         parts = [set(x.tolist()) for x in np.array_split(np.array(alive, int), min(minibatches, max(1, len(alive))))]
-        # A minibatch in which no token has credit is left out, unless the algorithm learns from tokens with credit 0
-        # too (`reads_silent_tokens`).
+        # Without credit a minibatch is left out, unless silent tokens are learned from (`reads_silent_tokens`).
         learned_from = {entry.group for entry in (kept if a.reads_silent_tokens else self._with_credit)}
         self._minibatch_groups = [p for p in parts if p & learned_from]
         """The groups of each minibatch of the first epoch that has a gradient, in order."""

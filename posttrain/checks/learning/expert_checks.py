@@ -224,8 +224,7 @@ def experts_learn(
             # A layer with no gradient anywhere is frozen or cut off, which other checks tell.
             still = [e for e in busy.tolist() if not sizes[e] and sizes.any()]
             if still and certain is not None:
-                # A pass without replay costs a forward pass: it is made only when an expert looks wrong, and once for
-                # all layers.
+                # A pass without replay is made only when an expert looks wrong, and once for all layers.
                 certain_counts = certain() if certain_counts is None else certain_counts
                 still = [e for e in still if certain_counts[r][e] >= LEARNS_FROM]
             if still:
@@ -347,7 +346,8 @@ class ExpertsCheck(Observer):
         followed, alone = routers.read(packed, replay=True), routers.read(packed, replay=False)
         self._own_choices, known = alone.own, known_rows(packed.routed_N)
         # Turns that went on under new weights have experts of several versions, none of which can be judged.
-        fresh = tokens.fresh_N if not _other_caches(roles) else np.zeros_like(tokens.fresh_N)
+        other_caches = getattr(roles.run.engine, "update", "drain") != "drain" and bool(roles.stage.staleness)
+        fresh = np.zeros_like(tokens.fresh_N) if other_caches else tokens.fresh_N
         gauges = choices_are_the_samplers(followed, packed, fresh, dtype)
         if roles.run.model.router_replay == "start":  # what is learned from has other experts than the sampler's
             exact = lambda: routers.followed().exact(packed)  # noqa: E731
@@ -375,11 +375,6 @@ class ExpertsCheck(Observer):
 def _is_checked(packed: PackedEvent) -> bool:
     """Returns whether the check looks at a minibatch: the first of a due step, if its experts are known."""
     return packed.first and due(packed.index) and packed.batch.routed_N is not None
-
-
-def _other_caches(roles: ReinforceRoles) -> bool:
-    """Returns whether turns go on under new weights, so that a sequence's experts may be those of several versions."""
-    return getattr(roles.run.engine, "update", "drain") != "drain" and bool(roles.stage.staleness)
 
 
 def _certain(

@@ -55,15 +55,13 @@ gradients a shape it is off by up to .20 with 2 rows, .09 with 4, and .02 with 3
 
 
 def gradient_reaches(learner: Learner, ids: np.ndarray) -> None:
-    """Every trainable parameter that the log-probs depend on gets a gradient from them. A training batch can give a
-    parameter no gradient for good reasons: all returns are 0, one token is kept, an expert is not chosen. So no batch
-    is used here. The log-probs of a fixed sequence are differentiated. A parameter without a gradient is moved a
-    little. If that changes the log-probs, the parameter is cut off from the loss, which is an error. A value head must
-    get its gradient from the values. `ids`: int32, the ids of the fixed sequence, at least two."""
+    """Every trainable parameter that the log-probs depend on gets a gradient from them. A training batch may give it
+    none for good reasons: all returns are 0, one token is kept, an expert is not chosen. So the log-probs of a fixed
+    sequence (`ids`) are differentiated. A parameter without a gradient is moved a little: if that changes the
+    log-probs, it is cut off from the loss, which is an error. A value head must get its gradient from the values."""
     packed = packed_text(ids)
     learner.train_mode(True)
-    # A value head changes no log-prob, and a reward head is no part of the policy: only the rest must hear the
-    # log-probs.
+    # A value head changes no log-prob, and a reward head is no part of the policy: the rest must hear them.
     parameters = {n: p for n, p in learner.parameters().items() if not n.startswith(HEADS)}
     head = {n: p for n, p in learner.parameters().items() if n.startswith("value_head.")}
     # Several ranks exchange inside their passes, so they have ways of their own that all of them go.
@@ -112,8 +110,7 @@ def _silent(
 def _felt(learner: Learner, packed: Packed, parameter: Any, before: np.ndarray) -> bool:
     """Returns whether some log-prob changes when the parameter is moved. `before`: the log-probs without the move."""
     kept = parameter.detach().clone()
-    # A rank without rows of this weight moves nothing, while the others move theirs. It takes part in the scoring all
-    # the same, because that is an exchange of all ranks.
+    # A rank without rows of this weight takes part in the scoring all the same: it is an exchange of all.
     if not kept.numel():
         return float(np.abs(learner.score(packed) - before).max()) > FELT
     # A tensor that is all one number has no spread: its size stands for it, and 0.01 where that is smaller.
@@ -296,8 +293,7 @@ def _off(step: torch.Tensor, old: torch.Tensor, expected: ExpectedUpdate) -> flo
     if expected.along:
         if not expected.size:
             return 0.0
-        # The part of the step along the expected one, as a share of it: 1 where it is right, whatever noise lies
-        # across.
+        # The share of the expected step that the step goes along it, whatever noise lies across: 1 if right.
         apart = abs(float((step * expected.move).sum() / expected.move.square().sum()) - 1)
         return _above_0(apart - ALONG_NOISE)
     off = _above_0(float(((step - expected.move).abs() - ROUNDING * old.abs()).max()))

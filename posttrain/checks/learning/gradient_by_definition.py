@@ -90,8 +90,7 @@ def _clip(c: Any, t: PushInputs, cap: float | None) -> Factor:
     top = math.inf if cap is None else cap
     # The gradient is r wherever the clipped branch is not the smaller one. Without credit nothing is clipped.
     kept = np.where(t.up, t.r <= 1 + c.high, np.where(t.down, (t.r >= 1 - c.low) & (t.r <= top), True))
-    # The nearest of all bounds, even one that does not count for this sign of credit: to leave one more token out of
-    # the comparison does no harm.
+    # The nearest of all bounds, whatever the sign: to leave one more token out does no harm.
     return t.r * kept, np.min([np.abs(t.r - bound) for bound in (1 + c.high, 1 - c.low, top)], axis=0)
 
 
@@ -332,8 +331,7 @@ def value_demand(value: Any, batch: Batch, value_M: np.ndarray) -> np.ndarray | 
     if value.clip is not None:
         step = value_M - batch[VALUE]
         clipped = batch[VALUE] + np.clip(step, -value.clip, value.clip) - batch[RETURN]
-        # The larger square counts. Where that is the clipped one and the value is beyond its clip, nothing moves the
-        # value.
+        # The larger square counts. Where that is the clipped one, beyond the clip nothing moves the value.
         slope = np.where(unclipped**2 >= clipped**2, unclipped, np.where(np.abs(step) <= value.clip, clipped, 0.0))
     return batch[WEIGHT] * value.coef * slope
 

@@ -171,13 +171,9 @@ def gradient_agrees(
     describe: Callable[[int], str],
     causes: str,
 ) -> Gauges:
-    """The gradient by each log-prob, over all micro-batches, is that which `define` computes from the log-probs.
-
-    Args:
-        define: the definition, from the log-probs [M]; it gives None where it does not cover the loss.
-        describe: words for the message about a spoken token, by its place in the batch.
-        causes: the end of the message, after "-1 is ": the usual causes, that of a proportion of -1 first.
-    """
+    """The gradient by each log-prob, over all micro-batches, is that which `define` computes from the log-probs [M]
+    (None: it does not cover the loss). For the message: `describe` has words about a spoken token by its place in the
+    batch, and `causes` the usual causes, that of a proportion of -1 first."""
     logp_M, asked_M = passes.joined(batch, passes.logp), passes.joined(batch, passes.logp_grad)
     if passes.stale_gradients:
         raise InvariantError(
@@ -189,8 +185,7 @@ def gradient_agrees(
         return {}
     # Next to a bound rounding decides, so those tokens are not compared.
     error_M = np.where(want.sure_M, np.abs(asked_M - want.want_M), 0.0)
-    # Tokens whose terms are far below the largest are measured by a thousandth of the largest. 1e-30 is for a minibatch
-    # in which all terms are 0.
+    # Faint terms are measured by a thousandth of the largest; 1e-30 is for a minibatch whose terms are all 0.
     relative_M = error_M / np.maximum(want.size_M, 1e-3 * float(want.size_M.max(initial=0.0)) + 1e-30)
     worst = float(relative_M.max(initial=0.0))
     if not worst <= LOSS_BOUND:

@@ -90,12 +90,10 @@ def silent_on_all_ranks(
 def silent_in_parts(
     learner: TensorLearner, packed: Packed, parameters: Mapping[str, Any], head: Mapping[str, Any]
 ) -> list[str]:
-    """Returns the names of the parameters of which some rank's part gets no gradient. Where a part may rightly be
-    unused (an expert), a parameter counts only if no rank's part gets one. Each rank computes all tokens, and calls
-    this with the same ones. Raises InvariantError: the value head gets no gradient, or the gradients of all parts are
-    not that of the log-probs."""
-    # A mixture follows the experts that the weights choose at present: else a small move could change a choice, and
-    # log-probs would jump.
+    """Returns the names of the parameters of which some rank's part gets no gradient, or no rank's part where one may
+    rightly be unused (an expert). Each rank computes all tokens, and calls this with the same ones. InvariantError
+    where the value head gets no gradient, or the gradients of all parts are not that of the log-probs."""
+    # A mixture follows the present choices of experts: else a small move could change one, and log-probs jump.
     if (routers := learner.routers()) is not None:
         packed = replace(packed, routed_N=routers.read(packed, replay=False).own)
         learner = cast("TensorLearner", routers.followed())
@@ -145,8 +143,7 @@ def products(learner: ShardedLearner, parameters: Mapping[str, Any]) -> Iterator
             layer_input = inputs[0].detach().flatten(0, -2)
 
             def backward(gradient: Tensor) -> None:
-                # W of nn.Linear is [out, in] and of Conv1D [in, out]: rows are outputs in the first and inputs in the
-                # second.
+                # nn.Linear has [out, in], so rows are outputs; Conv1D has [in, out], so they are inputs.
                 left, right = (layer_input, gradient.flatten(0, -2))[:: 1 if turned else -1]
                 # dL/dW = left^T right over all tokens, and of it this rank's rows.
                 row_gradient = left[:, begin : begin + rows].double().T @ right.double()
@@ -172,13 +169,11 @@ def products(learner: ShardedLearner, parameters: Mapping[str, Any]) -> Iterator
 
 
 def products_agree(learner: ShardedLearner, gradients: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """The gradient of each linear layer is the sum over ranks. This takes the place of `summed_once` below float32,
-    where its moves would be rounded away, and with DoRA, whose gradient is not that of the log-probs. Embeddings and
-    norms are cut and summed in the same way, and are not read. Raises InvariantError: on every rank, where a gradient
-    is not that sum, or no layer could be compared."""
+    """The gradient of each linear layer is the sum over ranks; else InvariantError on every rank. It takes the place of
+    `summed_once` below float32, where its moves would be rounded away, and with DoRA, whose gradient is not that of the
+    log-probs. Embeddings and norms are cut and summed in the same way, and are not read."""
     products_here = {
-        # <g, w> and <w, w> of this rank's rows; g is the gradient and w the wanted one. Their sums over ranks give the
-        # share g / w.
+        # <g, w> and <w, w> of this rank's rows: the gradient g, the wanted one w. Their sums give g / w.
         n: (float((gradients[n].double() * w).sum()) if n in gradients else 0.0, float((w * w).sum()))
         for n, w in wanted.items()
     }

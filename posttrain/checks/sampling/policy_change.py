@@ -59,7 +59,6 @@ def before(roles: ReinforceRoles, e: Experience) -> PolicyBefore:
     segments = chosen([x for g in e.groups for x in g.episodes[:1]])
     packed = Packed.of(segments) if segments else None
     logp = log_probs(roles, segments, packed) if packed is not None else np.zeros(0, np.float32)
-    # A copy of the first elements of every tensor that is trained.
     weights = {n: t.detach().flatten()[:SLICE].clone() for n, t in roles.trainer.trained().items()}
     return PolicyBefore(roles.trainer.version, packed, logp, weights)
 

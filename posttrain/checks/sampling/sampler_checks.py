@@ -205,15 +205,13 @@ def stops_are_true(groups: Sequence[Group], stop_ids: Sequence[int], max_tokens:
 
 
 def _with_its_experts(roles: ReinforceRoles, micro: Batch, logp_M: np.ndarray, fresh_M: np.ndarray) -> np.ndarray:
-    """The log-probs of a training pass, as they would be with the sampler's experts. The learner of a mixture may
-    choose other experts than the sampler. Then the change that this makes in its scores is subtracted. Log-probs that
-    agree with the sampler's anyway are returned as they are. With `router_replay=start` the minibatch has the learner's
-    choices in place of the sampler's. Then the pass is compared with the learner's scores alone, and `ExpertsCheck`
-    compares these with the sampler's."""
+    """The log-probs of a training pass, as they would be with the sampler's experts: where a mixture's learner may
+    choose others, the change that this makes in its scores is subtracted. Log-probs that agree anyway are returned as
+    they are. With `router_replay=start` the minibatch has the learner's choices, so the pass is compared with the
+    learner's scores alone, and `ExpertsCheck` compares these with the sampler's."""
     follows, gap = as_sampled(roles.learner), Gap.of(micro[MU][fresh_M], logp_M[fresh_M])
     replays_start = roles.run.model.router_replay == "start"
     may_differ = micro.routed_N is not None and (replays_start or follows is not roles.learner)
-    # Where the gap is within the least bound anyway, no further pass is made.
     if not may_differ or gap.within(LEAST[roles.run.model.dtype]):
         return logp_M
     if replays_start:
@@ -237,15 +235,13 @@ class SamplerCheck(Observer):
             case PlayedEvent(e):
                 # The engine counts by itself what it said, so nothing that builds transcripts can hide a token.
                 masks_cover_what_was_said(e.played, int(e.engine["engine/tokens"].sum))
-                # The last version is asked of the learner and not taken from the promise: fresh tokens are of its
-                # weights.
+                # The last version is the learner's own, not the promised one: fresh tokens are of its weights.
                 said_by_these_weights(e.played, (*e.promised[:-1], roles.trainer.version))
                 stops_are_true(e.played, roles.sampling.stop_ids or (), roles.sampling.max_tokens)
             case ScoredEvent(e, groups):
                 if roles.reference is not None:
                     reference_unmoved(roles.reference)
-                # Once: after the first update they hold other weights, and the step's first minibatch is compared
-                # instead.
+                # Once: after the first update they hold other weights, and the first minibatch is compared.
                 if self._fresh and any(g.episodes for g in groups):
                     self._fresh = False
                     return self._same_weights(roles, e, groups)

@@ -124,10 +124,9 @@ def drawn_again(
     noise: Callable[[], float],
     text: Callable[[np.ndarray], str],
 ) -> Gauges:
-    """The uniform of a token's place picks that token from the learner's distribution. If log-probs differ by at most
-    d, a cumulative probability F lies between F e^-d and F e^d, and 1 - F alike. First d is `SURE`. If that is not
-    enough, `noise` is measured. Raises InvariantError: for the first token that another uniform, or another
-    distribution, must have picked."""
+    """The uniform of a token's place picks that token from the learner's distribution; InvariantError for the first
+    that another uniform or distribution must have picked. If log-probs differ by at most d, a cumulative probability F
+    lies between F e^-d and F e^d, and 1 - F alike. First d is `SURE`; if that is not enough, `noise` is measured."""
     apart = SURE
     # The cheap bound first: noise is measured in float64, which costs a pass.
     if _picks_another(odds, uniform_M, apart).any():
@@ -204,10 +203,9 @@ class Bets:
 
 
 def bet_on_draws(bet: Bet, odds: Odds, noise: float) -> Gauges:
-    """Play one round for every token. The alternatives are sharper and flatter distributions. The factor of an
-    alternative q is min(q / p, MOST), divided by 1 + 2 TV(q, p) (e^noise - 1). The divisor is the largest mean the
-    factor can have if the engine's log-probs differ from the learner's by at most `noise`. Raises InvariantError: the
-    stake exceeds 1 / `ALPHA`."""
+    """Play one round for every token; InvariantError once the stake exceeds 1 / `ALPHA`. The alternatives are sharper
+    and flatter distributions. The factor of an alternative q is min(q / p, MOST), divided by 1 + 2 TV(q, p) (e^noise -
+    1): its largest mean if the engine's log-probs differ from the learner's by at most `noise`."""
     # The cap bounds what one token can prove. The divisor makes up for noise in the engine's log-probs.
     worth_MK = np.minimum(odds.log_ratio_MK, math.log(MOST)) - np.log1p(2 * odds.distance_MK * math.expm1(noise))
     for worth_K in worth_MK:
@@ -233,7 +231,6 @@ def bet_on_answers(
     such episodes or steps out would select tokens. So the stake is lost when `look` comes to such a turn. No factor is
     smaller, so the mean stays at most 1 whichever turns are cancelled."""
     in_order = (*episodes[first:], *episodes[:first])
-    # The tokens of the cut turn are unknown, and with them everything that stands behind them in the order.
     cut = next((i for i, e in enumerate(in_order) if e.cut), None)
     draws = look(in_order[:cut], 0)
     gauges = {} if draws is None else bet_on_draws(bet, odds(draws.packed), noise(draws.packed))
@@ -244,11 +241,10 @@ def bet_on_answers(
 
 
 def bet_on_siblings(bet: Bet, groups: Sequence[Group], noise: float) -> Gauges:
-    """Play one round for each pair of neighbouring siblings: a bet that they say the same. The chance of that is at
-    most p, the probability of the first one's answer. With p that probability and c the share that is bet, the factor
-    is 1 + c (1 - p) / p if they are equal, else 1 - c. An answer with a probability above a half is not bet on. Of an
-    answer that broke or was cut, the known tokens count: an equal answer has at least these. An empty answer is not bet
-    on. Raises InvariantError: the stake exceeds 1 / `ALPHA`."""
+    """Play one round for each pair of neighbouring siblings: a bet that they say the same. InvariantError once the
+    stake exceeds 1 / `ALPHA`. With p the probability of the first answer, which bounds the chance, and c the share that
+    is bet, the factor is 1 + c (1 - p) / p if they are equal, else 1 - c. Not bet on are answers with p above a half,
+    and empty ones. Of an answer that broke or was cut the known tokens count: an equal one has at least these."""
     for g in groups[:GROUPS]:
         # Neighbours only: given all answers before it, the next one equals its neighbour with that one's probability.
         # Whether further pairs are equal would follow from these.

@@ -29,12 +29,10 @@ from posttrain.system.errors import InvariantError
 
 
 def fresh_segments(groups: Sequence[Group], version: int, stale: bool = False) -> list[Segment]:
-    """Segments with tokens of `version`, as many as a check reads. Segments that other weights began come first: their
-    caches were made by those weights, so they are most at risk. `version`: that of the weights that the learner has at
-    present. `stale`: caches are kept on purpose (engine.update=stale). Then segments that other weights began are left
-    out."""
+    """Segments with tokens of `version`, the learner's present one, as many as a check reads. Segments that other
+    weights began come first: their caches are most at risk. With `stale`, where caches are kept on purpose
+    (engine.update=stale), they are left out."""
     mixed, pure = list[Segment](), list[Segment]()
-    # Mixed ones were begun by other weights: their caches are what may be wrong.
     for s in (s for g in groups for e in g.episodes if e.own for s in e.segments):
         versions = s.version[s.mask]
         if (versions == version).any():

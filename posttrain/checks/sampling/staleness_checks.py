@@ -15,7 +15,7 @@ from posttrain.core import seeds
 from posttrain.core.exchange.experience import Experience
 from posttrain.core.gauge import Gauge, Step
 from posttrain.core.ports import TaskSource
-from posttrain.core.types import Group
+from posttrain.core.types import Group, Segment
 from posttrain.role.events import (
     DifferentiatedEvent,
     Event,
@@ -45,7 +45,6 @@ def next_of_the_walk(played: Sequence[Group], begin: int, source: TaskSource, se
             # visit: how often the walk went through all tasks before; at: the place in this round of it.
             visit, at = divmod(place, count)
             if visit not in order:
-                # Each round has a permutation of its own, computed once.
                 order[visit] = seeds.generator(seed, ORDER, visit).permutation(count)
             index = int(order[visit][at])
         if (g.task.id, g.visit) != (wanted := (source.task(index).id, visit)):
@@ -84,7 +83,7 @@ def as_old_as_asked(played: Sequence[Group], asked: Sequence[int], exactly: bool
     sampler's version when each group was to be asked. `exactly`: `deterministic=true` promises that all tokens of the
     group are of this version."""
     for g, version in zip(played, asked, strict=False):
-        versions = _versions(g)
+        versions = _own_versions(g)
         if len(versions) and (versions.min() < version or (exactly and versions.max() > version)):
             raise InvariantError(
                 f"task {g.task.id!r} has tokens of versions {sorted(set(versions.tolist()))}, and the sampler had"
@@ -110,7 +109,7 @@ def versions_only_grow(groups: Sequence[Group], drained: bool, whole: bool) -> N
     weights wait for turns that were begun, so a turn has one version. `whole`: they wait for groups that were asked, so
     a group has one."""
     for g in groups:
-        versions = _versions(g)
+        versions = _own_versions(g)
         if whole and len(set(versions.tolist())) > 1:
             raise InvariantError(
                 f"task {g.task.id!r} has tokens of versions {sorted(set(versions.tolist()))}: with deterministic=true"
@@ -119,7 +118,7 @@ def versions_only_grow(groups: Sequence[Group], drained: bool, whole: bool) -> N
             )
         for e in g.episodes:
             # In the order in which they were said, across the segments of a rewritten history.
-            spoken_versions = np.concatenate([np.zeros(0, np.int32), *(s.version[s.mask] for s in e.segments)])
+            spoken_versions = _versions(e.segments)
             if not e.own or not len(spoken_versions):
                 continue
             fell = np.flatnonzero(np.diff(spoken_versions) < 0)
@@ -270,8 +269,7 @@ class AheadCheck(Observer):
     async def after(self, roles: ReinforceRoles, step: Step) -> ObserverReport | None:
         if self._experience is not None and roles.stage.most_behind:
             segments = [s for g in self._experience.played for e in g.episodes if e.own for s in e.segments]
-            versions = [s.version[s.mask] for s in segments]
-            ages_as_stamped(step.gauges, np.concatenate([np.zeros(0, np.int32), *versions]), self._experience.promised)
+            ages_as_stamped(step.gauges, _versions(segments), self._experience.promised)
         self._experience = None
         return None
 
@@ -335,8 +333,12 @@ def _ended(roles: ReinforceRoles) -> tuple[Group, ...]:
     return roles.groups.queued()[1] if isinstance(roles.groups, GroupQueue) else ()
 
 
-def _versions(g: Group) -> np.ndarray:
+def _versions(segments: Sequence[Segment]) -> np.ndarray:
+    """The versions of the spoken tokens of these segments."""
+    return np.concatenate([np.zeros(0, np.int32), *(s.version[s.mask] for s in segments)])
+
+
+def _own_versions(g: Group) -> np.ndarray:
     """The versions of a group's tokens that a policy of this run said."""
-    by_segment = [s.version[s.mask] for e in g.episodes if e.own for s in e.segments]
-    versions = np.concatenate([np.zeros(0, np.int32), *by_segment])
+    versions = _versions([s for e in g.episodes if e.own for s in e.segments])
     return versions[versions >= 0]

@@ -78,7 +78,7 @@ def rollout_gauges(experience: Experience, credit: Credit) -> Gauges:
     truths = np.array([e.truth for e in episodes if e.truth is not None], np.float64)
     credited = [e for g in credit.groups for e in g.episodes]
     by_segment = [s.version[s.mask] for e in episodes for s in e.segments]
-    versions = np.concatenate(by_segment) if by_segment else np.zeros(0, np.int32)
+    versions = np.concatenate([np.zeros(0, np.int32), *by_segment])
     advantages = [a for e in credited for a in e.advantage]
     logp = [s.logp[s.mask] for e in episodes for s in e.segments]
     return {
@@ -118,21 +118,17 @@ def unjudged_words(played: Sequence[Group]) -> str:
     broken = [failed(e.verdicts) or figure_failed(e.verdicts) for e in episodes]
     # What is measured has a figure even where no reward is paid.
     silent = sum(e.reward is None and e.figure is None and not b for e, b in zip(episodes, broken, strict=True))
-    kinds = "; ".join(
-        f"{name} x {n} ({why})" if why else f"{name} x {n}" for name, (n, why) in failures(played).items()
-    )
-    out = [f"{sum(broken)} failed: {kinds}"] if any(broken) else []
+    kinds = [f"{name} x {n}{f' ({why})' if why else ''}" for name, (n, why) in failures(played).items()]
+    out = [f"{sum(broken)} failed: {'; '.join(kinds)}"] if any(broken) else []
     return ". ".join([*out, f"{silent} abstained: no source gave a score"] if silent else out)
 
 
 def failures(played: Sequence[Group]) -> dict[str, tuple[int, str]]:
     """Failed verdicts by source and kind: their number, and the reason of the first one."""
     out: dict[str, tuple[int, str]] = {}
-    for group in played:
-        for episode in group.episodes:
-            for j in episode.verdicts:
-                if j.verdict.state is State.FAILED:
-                    name = f"{j.source}: {j.verdict.kind}"
-                    count, why = out.get(name, (0, j.verdict.why))
-                    out[name] = (count + 1, why)
+    for j in (j for g in played for e in g.episodes for j in e.verdicts):
+        if j.verdict.state is State.FAILED:
+            name = f"{j.source}: {j.verdict.kind}"
+            count, why = out.get(name, (0, j.verdict.why))
+            out[name] = (count + 1, why)
     return out

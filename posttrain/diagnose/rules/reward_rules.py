@@ -205,7 +205,6 @@ def reward_without_truth(history: Sequence[Step], stage: Stage) -> str:
     steps = running(history)
     # Trends need steps without a hole, which are those that have followed one another up to now.
     seen = [s for s in steps if mean(s, "rollout/truth") is not None and mean(s, "rollout/reward") is not None]
-    # The last step must have both, else the finding would be of an earlier one.
     if len(seen) < 3 * BEST or seen[-1] is not history[-1]:
         return ""
     truth, paid = known(seen, "rollout/truth"), known(seen, "rollout/reward")
@@ -266,12 +265,10 @@ def heldout_falls(history: Sequence[Step], stage: Stage) -> str:
         return ""
     (now, e_now), (best, e_best) = measured[-1], max(measured, key=lambda m: m[1].mean)
     tasks = min(e_now.count, e_best.count)
-    # The variance of one task. For a share m it is m (1 - m), with a floor: a measured share near 0 or 1 is less
-    # certain than the formula says.
+    # The variance of one task, m (1 - m) for a share m, with a floor: near 0 or 1 a share is less certain.
     task_variance = max(0.25 * min(1.0, 4 * e_best.mean * (1 - e_best.mean)), 0.02)
     if graded(history):
-        # For grades the spread of a step's rewards is the best guess of it. Without one the error is infinite, and the
-        # rule is silent.
+        # Of grades the spread of a step's rewards is the best guess. Without one the rule is silent.
         task_variance = max(known(history, "rollout/reward_std"), default=0.0) ** 2 or float("inf")
     error = (2 * task_variance / tasks) ** 0.5
     # The steps from shortly before the best evaluation on, so that rise and fall are of the same time.

@@ -105,8 +105,7 @@ def certify(learner: HFLearner, exported: ExportedRun, written: Path) -> ExportC
         _same_record(learner, exported, dtype),
         _same_weights(comparable, reread, bool(exported.base)),
     ]
-    # With another vocabulary the answers cannot be computed on both sides. Then the comparison of the weights has
-    # found the difference already.
+    # With another vocabulary there are no answers to compare, and the comparison of the weights has told it.
     if rows == reread.inner.get_input_embeddings().weight.shape[0]:  # type: ignore[union-attr,operator]
         compared += _same_words(policy, learner, reread, prompts)
     libraries = (*LIBRARIES, *(("peft",) if exported.base else ()))
@@ -222,10 +221,9 @@ def _same_record(learner: HFLearner, exported: ExportedRun, dtype: str) -> Expor
 
 
 def _comparable(policy: Policy, reread: ReloadedModel, alone: bool) -> Policy:
-    """The policy with the tensors that were written. They differ from the policy's own where its base weights are held
-    in few bits (`model.quantize`). A merged export holds the float numbers for which these stand. If an adapter was
-    written alone (`alone`), the base that is read back is rounded as the run's was, so that only the adapter is
-    compared."""
+    """The policy with the tensors that were written. Where its base weights are held in few bits (`model.quantize`), a
+    merged export holds the float numbers for which these stand. If an adapter was written alone (`alone`), the base
+    that is read back is rounded as the run's was, so that only the adapter is compared."""
     kind = quantised_as(policy.module)
     if kind is None:
         return policy

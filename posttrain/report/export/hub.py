@@ -35,12 +35,8 @@ def repository_of(target: str | Path) -> str:
 
 
 def ready(target: str | Path) -> None:
-    """Find out in a few seconds whether a push can work at all: a name, a token, and a hub that can be reached.
-
-    Raises:
-        ConfigError: the name is wrong, there is no token, or HF_HUB_OFFLINE is set.
-        DataError: the hub cannot be reached.
-    """
+    """Find out in a few seconds whether a push can work at all. Raises ConfigError where the name is wrong, there is no
+    token, or HF_HUB_OFFLINE is set, and DataError where the hub cannot be reached."""
     # In the order of cost: the name, the settings, and only then the network.
     repository_of(target)
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):

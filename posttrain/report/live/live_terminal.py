@@ -179,11 +179,8 @@ class Terminal:
         words += [f"loss {g[n].mean:.3f}" for n in LOSSES if n in g]
         if "preference/accuracy" in g:
             words.append(f"ordered as judged {g['preference/accuracy'].mean:.1%}")
-        words += [
-            f"{what} {g[f'rollout/{what}'].mean:.1%}"
-            for what in ("failed", "abstained")
-            if f"rollout/{what}" in g and g[f"rollout/{what}"].sum
-        ]
+        unjudged = {what: g.get(f"rollout/{what}") for what in ("failed", "abstained")}
+        words += [f"{what} {x.mean:.1%}" for what, x in unjudged.items() if x is not None and x.sum]
         if self._measured:
             words.append(self._measured + (f" (step {self._measured_at})" if self._measured_at != step.index else ""))
         spent = time.monotonic() - self._begun
