@@ -85,9 +85,9 @@ def notes(experience: Experience, credit: Credit, wanted: int) -> tuple[str, ...
     judged = [j for g in experience.played for e in g.episodes for j in e.verdicts]
     out = [f"dead letter: {j.verdict.why.splitlines()[0]}" for j in judged if j.source == DEADLY]
     if (passed := len(experience.groups)) < wanted:
-        after = f"passed the filter after asking for {len(experience.played)}"
         why = "the tasks are too easy or too hard for this policy (raise refill, or change the tasks)"
-        out.append(f"only {passed} of {wanted} groups {after}; {why}")
+        asked = len(experience.played)
+        out.append(f"only {passed} of {wanted} groups passed the filter after asking for {asked}; {why}")
     # By their text, so that rewards that differ by rounding are shown once.
     rewards = {f"{r:g}": float(r) for g in credit.groups for r in g.group.rewards}
     seen = ", ".join(sorted(rewards, key=rewards.__getitem__)[:4])
