@@ -185,13 +185,17 @@ class RewardModelCheck(Observer):
             self._template_noted = True
             return ObserverReport({"canary/reward_noise": Gauge(max(noise), 1)}, notes)
         if judges and isinstance(event, LearnedEvent) and due(event.packed.index):
-            now = self._present_digests(roles)
-            if moved := [n for n, digest in self._digests.items() if now[n] != digest]:
-                raise InvariantError(
-                    f"the weights of reward model {moved[0]} have changed since the stage began. It must stay as it was"
-                    " trained: look for tensors that it shares with the policy, or for an optimizer that holds them"
-                )
+            self._unmoved(roles)
         return None
+
+    def _unmoved(self, roles: ReinforceRoles) -> None:
+        """InvariantError if weights of a reward model changed since the stage began."""
+        now = self._present_digests(roles)
+        if moved := [n for n, digest in self._digests.items() if now[n] != digest]:
+            raise InvariantError(
+                f"the weights of reward model {moved[0]} have changed since the stage began. It must stay as it was"
+                " trained: look for tensors that it shares with the policy, or for an optimizer that holds them"
+            )
 
     def _present_digests(self, roles: ReinforceRoles) -> dict[str, str]:
         """The digest of each reward model's weights, by its name."""

@@ -4,6 +4,7 @@ sampler's hidden states but for rounding. So where it would have chosen otherwis
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -282,7 +283,8 @@ def _followed(name: str, gradient: Any, tensor: Any, busy: np.ndarray, expected:
         at = e * width + int(gradient[e].detach().abs().argmax())
         value = float(tensor.detach().flatten()[at])
         move = expected(name, gradient.detach(), at)
-        if move is not None and not may_be_rounded_away(move, value):
+        # Where the gradient is no number the optimizer may leave the step out.
+        if move is not None and not math.isnan(move) and not may_be_rounded_away(move, value):
             out.append(FollowedExpert(name, e, at, value))
     return out
 
