@@ -64,7 +64,6 @@ def stage_learned(
     reward that rose while accuracy did not has a word of its own: the policy may be paid for other things. This needs
     grades of which something says which are right (`env.right`, or several sources). `found`: messages of live rules in
     its last steps. `prompts`: number of prompts of the data, where they were counted."""
-
     undecided = Case(run, s, folder, "cannot be told", "nothing", found=found, prompts=prompts)
     if s.unpaired or s.accuracy is None or s.reward is None or s.start is None or s.end is None:
         # Nothing was paired. A stage may still be judged by pairs that it orders, or by rows that it makes likelier.

@@ -69,17 +69,13 @@ def search_request(words: Sequence[str]) -> tuple[SearchRequest, tuple[str, ...]
     if len(kinds) == 1:
         first_setting = next(iter(settings), "this")
         raise ConfigError(f"{first_setting} is about searches, and none is named: add one, such as search=best_of")
-    return (
-        SearchRequest(
-            # Two words may name the same search, which is measured once.
-            kinds=tuple(dict.fromkeys(kinds)),
-            by=_by(settings.get("search.by")),
-            verified=settings.get("search.by") == VERIFIER,
-            budget=_budget(settings.get("search.budget", "0")),
-            fault=settings.get("fault"),
-        ),
-        tuple(rest),
-    )
+    by, word, fault = settings.get("search.by"), settings.get("search.budget", "0"), settings.get("fault")
+    scorer, budget = _by(by), read(int, word, "search.budget")
+    if budget < 0:
+        raise ConfigError(f"search.budget={word}: tokens a task, at least 1; 0 is no limit")
+    # Two words may name the same search, which is measured once.
+    distinct = tuple(dict.fromkeys(kinds))
+    return SearchRequest(kinds=distinct, by=scorer, verified=by == VERIFIER, budget=budget, fault=fault), tuple(rest)
 
 
 def kinds_of(word: str) -> list[SearchKind]:
@@ -131,11 +127,3 @@ def _by(word: str | None) -> Reward | None:
             " environment's own verdict"
         )
     return Reward(function=word)
-
-
-def _budget(word: str) -> int:
-    """The value of `search.budget`."""
-    budget = read(int, word, "search.budget")
-    if budget < 0:
-        raise ConfigError(f"search.budget={word}: tokens a task, at least 1; 0 is no limit")
-    return budget

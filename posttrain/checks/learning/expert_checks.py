@@ -105,12 +105,10 @@ def choices_are_the_samplers(followed: RoutedPass, packed: Packed, fresh_N: np.n
             " up. Look for a layer that chooses again, or a hook that was removed"
         )
     # Older weights rightly chose other experts. So only tokens of the present weights are judged.
-    chosen = np.flatnonzero(fresh_N & known)
-    if not len(chosen):
+    if not len(chosen := np.flatnonzero(fresh_N & known)):
         return {}
-    regret = followed.regret[chosen]
     # Rounding grows with the logits, so the bound does.
-    bound = NEAR[dtype] * max(1.0, followed.scale)
+    regret, bound = followed.regret[chosen], NEAR[dtype] * max(1.0, followed.scale)
     # Written so that a NaN is wrong.
     if not float(regret.max()) <= bound:
         n, r = (int(i) for i in np.unravel_index(int(regret.argmax()), regret.shape))

@@ -66,7 +66,7 @@ class HintCheck(Observer):
     def _score_again(self, roles: ReinforceRoles, group: ScoredGroup, s: Scored) -> dict[str, Gauge]:
         """Score one answer again and compare it with what was recorded in the step."""
         a, e = roles.stage.algorithm, s.episode
-        assert a.hint is not None
+        assert a.hint is not None and roles.hints is not None
         # The hint is chosen again from the group, as the definition says it.
         hint_task, environment = hinted_task(group.group.judged, e, a.hint.of), roles.rollout.environment
         prompt = None if hint_task is None else abilities.hints(environment)(hint_task)
@@ -78,7 +78,7 @@ class HintCheck(Observer):
         # Tools of the task's own data, else those that the environment gives it.
         tools = e.task.tools or (environment.abilities.tools or (lambda _: ()))(e.task)
         packed = _behind(roles.rollout.dialogue(e.task.id).see(prompt, tools), e.segments[0])
-        teacher = None if roles.hints is None else roles.hints.teacher(roles.learner, roles.reference)
+        teacher = roles.hints.teacher(roles.learner, roles.reference)
         assert teacher is not None
         teacher_M = teacher.score(packed)
         # With a KL a stream has the teacher's log-probs. With distillation it has those of K candidates a token.

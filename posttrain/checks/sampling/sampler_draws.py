@@ -294,9 +294,9 @@ class DrawsCheck(Observer):
     def _test(self, roles: ReinforceRoles, e: Experience) -> Gauges:
         """Test draws of the first groups, whose number is fixed. How many further groups are played, and which ones
         pass the filter, depends on the answers."""
-        episodes = [x for g in e.played[: roles.stage.prompts] for x in g.episodes]
         if roles.stage.oversample and not roles.sync.sampler.draws_by_place:
             return {}
+        episodes = [x for g in e.played[: roles.stage.prompts] for x in g.episodes]
         # In steps of 7 through the episodes, so that in time others come first.
         return draws_are_true(roles, self._bets, episodes, e.index * 7 % len(episodes), roles.stream)
 

@@ -128,8 +128,8 @@ def candidates(folder: Path, run: Run, stage: Reinforce) -> list[Weights]:
         Weights(c.name, c.folder, int(s["step"]), int(c.state["version"]), s.get("memory")) for c, s in checkpoints
     ]
     kept = folder / "kept"
-    for path in sorted(kept.glob(f"{stage.name}{KEPT_REFERENCE}*")):
-        weights.append(Weights(f"kept/{path.name}", path, int(path.name.rpartition("-")[2]), None))
+    references = sorted(kept.glob(f"{stage.name}{KEPT_REFERENCE}*"))
+    weights += [Weights(f"kept/{p.name}", p, int(p.name.rpartition("-")[2]), None) for p in references]
     if (last := kept / stage.name).is_dir():
         end = max(_steps(folder, stage), default=0)
         # Weights under a stage's name are those of its end, and the first checkpoint behind it has their version.
