@@ -24,7 +24,7 @@ from posttrain.engine.files.fingerprint import fingerprints
 from posttrain.engine.learner.learner import HEADS
 from posttrain.engine.parallel.sharded_learner import ShardedLearner
 from posttrain.engine.parallel.tensor_parallel import TensorLearner
-from posttrain.role.events import DifferentiatedEvent, Event, LearnedEvent, Observer, ObserverReport, PackedEvent
+from posttrain.role.events import DifferentiatedEvent, Event, LearnedEvent, Observer, ObserverReport
 from posttrain.role.learning.logprob_tolerance import packed_text
 from posttrain.role.roles import StageRoles
 from posttrain.system.errors import InvariantError
@@ -342,8 +342,10 @@ class UpdateCheck(Observer):
             case DifferentiatedEvent(packed, _, share):
                 # Where the learning rate falls or rises, later steps are compared too: a schedule may begin again.
                 schedule_due = roles.stage.optimizer.schedule != "constant" and due(packed.index)
-                # A step without credit may move nothing, so the check waits for one that has.
-                checked = _calls_for_update(packed) and (schedule_due or not self._moved)
+                # A step without credit may move nothing, so the check waits for one that has. A stage that has no
+                # credit (imitation, preferences) always calls for an update.
+                has_credit = ADVANTAGE not in packed.batch or bool(np.any(packed.batch[ADVANTAGE]))
+                checked = has_credit and (schedule_due or not self._moved)
                 # Made before the optimizer steps, from the gradients that it is about to get.
                 optimizer, config = roles.trainer.optimizer, roles.stage.optimizer
                 self._handed = StepGradients.of(optimizer, config, share) if checked else None
@@ -372,12 +374,6 @@ class UpdateCheck(Observer):
         if handed.first and (handed.expected or handed.largest):
             seen |= update_agrees(roles.stage.optimizer, handed, trained, optimizer.state_tensors())
         return seen
-
-
-def _calls_for_update(packed: PackedEvent) -> bool:
-    """Returns whether a minibatch calls for an update: a policy's does if some credit in it is not 0."""
-    # A stage that has no credit (imitation, preferences) always calls for an update.
-    return ADVANTAGE not in packed.batch or bool(np.any(packed.batch[ADVANTAGE]))
 
 
 def only_frozen_is_left_out(config: Optimizer, parameters: Mapping[str, Any], trained: Mapping[str, Any]) -> None:

@@ -95,7 +95,8 @@ class FreshCheck(Observer):
         fresh = np.concatenate([s.version[s.mask] for s in segments]) == version
         gauges = _compare_segments(roles, segments, fresh)
         # Draws are tested on whole episodes of this version, whose places are known from the start.
-        whole_episodes = [x for g in groups for x in g.episodes if _said_by(x, version)]
+        own = [x for g in groups for x in g.episodes if x.own]
+        whole_episodes = [x for x in own if all((s.version[s.mask] == version).all() for s in x.segments)]
         if whole_episodes and roles.sync.sampler.draws_by_place:
             # Draws are repeated and never bet on here: which answers have ended already depends on their lengths.
             gauges = merge(gauges, draws_are_true(roles, self._bets, whole_episodes, 0, roles.stream))
@@ -110,11 +111,6 @@ def _compare_segments(roles: ReinforceRoles, segments: Sequence[Segment], fresh_
     mu_M, learner_M = np.concatenate([s.logp[s.mask] for s in segments]), learner.score(packed)
     exact, same = lambda: learner.exact(packed), roles.run.exact
     return sampler_agrees(packed, mu_M, learner_M, fresh_M, dtype=dtype, exact=exact, text=roles.text, same=same)
-
-
-def _said_by(e: Episode, version: int) -> bool:
-    """Returns whether this version said every token of an episode."""
-    return e.own and all((s.version[s.mask] == version).all() for s in e.segments)
 
 
 TURNS = 4

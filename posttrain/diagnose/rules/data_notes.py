@@ -95,13 +95,11 @@ def notes(experience: Experience, credit: Credit, wanted: int) -> tuple[str, ...
     # not silent, and the second note says it.
     if credit.groups and all(g.silent for g in credit.groups):
         out.append(f"no group has spread (all siblings agree; rewards seen: {seen}), so this step carries no credit")
-    elif credit.groups and _one_reward(credit):
-        out.append(f"every sample got the same reward ({seen}), so nothing in this step tells good from bad")
+    elif credit.groups:
+        samples = [e for g in credit.groups for e in g.group.judged]
+        coarsest = max((resolution(e.verdicts) for e in samples), default=0.0)
+        noise = rounding([size(e.verdicts) for e in samples], coarsest)
+        # All judged samples have one raw outcome, up to rounding.
+        if not spread([e.reward for e in samples if e.reward is not None], noise):
+            out.append(f"every sample got the same reward ({seen}), so nothing in this step tells good from bad")
     return tuple(out)
-
-
-def _one_reward(credit: Credit) -> bool:
-    """Returns whether all judged samples have one raw outcome, up to rounding."""
-    judged = [e for g in credit.groups for e in g.group.judged]
-    noise = rounding([size(e.verdicts) for e in judged], max((resolution(e.verdicts) for e in judged), default=0.0))
-    return not spread([e.reward for e in judged if e.reward is not None], noise)
