@@ -27,7 +27,7 @@ from posttrain.diagnose.rules.rule import UNJUDGED, Finding, known, last, mean, 
 
 def findings(history: Sequence[Step], stage: Reinforce | Rejection | OnlinePreference) -> list[Finding]:
     """The findings of all rules for this kind of stage at the end of its record so far."""
-    seen, rules = history, cast("Mapping[str, Callable[..., str]]", RULES)
+    seen, rules = history, RULES
     if isinstance(stage, Rejection):
         # A round has its gauges at its first step. At the other steps nothing new can be found.
         seen, rules = [s for s in history if "reject/round" in s.gauges], ROUND_RULES
@@ -35,7 +35,8 @@ def findings(history: Sequence[Step], stage: Reinforce | Rejection | OnlinePrefe
         rules = PLAYED_RULES
     if not seen or seen[-1] is not history[-1]:
         return []
-    return [Finding(name, message) for name, condition in rules.items() if (message := condition(seen, stage))]
+    conditions = cast("Mapping[str, Callable[..., str]]", rules)
+    return [Finding(name, message) for name, condition in conditions.items() if (message := condition(seen, stage))]
 
 
 def _still(steps: Sequence[Step]) -> bool:
