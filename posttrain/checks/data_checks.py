@@ -48,8 +48,10 @@ def no_held_out_task(groups: Sequence[Group], held: Mapping[Hashable, str], key:
 
 
 def in_order_of_the_file(asked: Sequence[str], source: TaskSource) -> None:
-    """Finite tasks are used in a shuffled order: the first ones used are not the first of the file. A shuffle gives
-    that order by chance in at most 1 of 12! stages (2.1e-9)."""
+    """Finite tasks are used in a shuffled order: the first ones used are not the first of the file.
+
+    A shuffle gives that order by chance in at most 1 of 12! stages (2.1e-9).
+    """
     n = len(asked)
     # Fewer than 12 prompts come in the order of the file by chance too often. A source without end has no such order.
     if source.count is not None and 12 <= n <= source.count and list(asked) == [source.task(i).id for i in range(n)]:
@@ -68,8 +70,14 @@ def demonstration_ends_once(
     documents: bool = False,
 ) -> None:
     """Every demonstrated turn is imitated up to exactly one stop token, its last. A demonstration ends with a turn.
-    `whole_turns`: turns are learned whole; else parts of one may be masked, and end in no stop token. `documents`: a
-    sequence that is learned from its beginning (see `DOCUMENT`) may have stop tokens inside."""
+
+    Args:
+        packed: the demonstrations of a minibatch (`core.batch`).
+        stop_ids: the tokens that end a turn.
+        text: decodes token ids.
+        whole_turns: whether turns are learned whole. Else parts of one may be masked, and end in no stop token.
+        documents: whether a sequence that is learned from its beginning (see `DOCUMENT`) may have stop tokens inside.
+    """
     # Without stop ids nothing says where a turn ends.
     if not stop_ids:
         return
@@ -125,8 +133,10 @@ WALK = 16
 
 
 class TaskCheck(Observer):
-    """Training tasks are not held out, are used once per visit, and not in the order of their file. A filter reads raw
-    outcomes."""
+    """Training tasks are not held out, are used once per visit, and not in the order of their file.
+
+    A filter reads raw outcomes.
+    """
 
     def __init__(self) -> None:
         self._held: Mapping[Hashable, str] = {}

@@ -21,8 +21,10 @@ from posttrain.role.roles import JudgedRoles
 
 
 class LiveRules(Observer):
-    """Every rule that holds after a step adds a note to it. `diagnose.rules.notes_once` chooses what is printed. It
-    must be the last observer, since it reads the whole line of the record."""
+    """Every rule that holds after a step adds a note to it. `diagnose.rules.notes_once` chooses what is printed.
+
+    It must be the last observer, since it reads the whole line of the record.
+    """
 
     def __init__(self, history: StageHistory) -> None:
         self._history = history
@@ -52,8 +54,10 @@ class LiveRules(Observer):
 
 
 class PhasePeaks(Observer):
-    """Ends a phase of the clock at each event of a minibatch, so that each phase has its own peak of memory. It must be
-    the first observer, so that what others do after an event counts for the next phase."""
+    """Ends a phase of the clock at each event of a minibatch, so that each phase has its own peak of memory.
+
+    It must be the first observer, so that what others do after an event counts for the next phase.
+    """
 
     def on_event(self, roles: Any, event: Event) -> ObserverReport | None:
         match event:

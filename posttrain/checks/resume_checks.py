@@ -12,9 +12,14 @@ from posttrain.system.errors import InvariantError
 
 
 def goes_on(walked: float | None, cursor: int, taken: float | None, steps: int | None) -> None:
-    """A resumed stage takes the prompts that come next, with an optimizer that has its earlier state. `walked`: prompts
-    that it had taken by its last recorded step (None: it walks through none); `cursor`: the prompt at which it goes on.
-    `taken`, `steps`: optimizer steps by the record, and by the optimizer's own state (None: it counts none)."""
+    """A resumed stage takes the prompts that come next, with an optimizer that has its earlier state.
+
+    Args:
+        walked: prompts that the stage had taken by its last recorded step; None: it has no walk through prompts.
+        cursor: the prompt at which it goes on.
+        taken: optimizer steps by the record.
+        steps: optimizer steps by the optimizer's own state; None: it counts none.
+    """
     if walked is not None and int(walked) != cursor:
         raise InvariantError(
             f"the stage stopped after {int(walked)} prompts and would go on at prompt {cursor}: tasks and random"
@@ -50,8 +55,10 @@ class ResumeCheck(Observer):
 
 
 class OptimizerResumeCheck(Observer):
-    """A resumed stage that learns from data has an optimizer with its earlier state. Its data are a function of the
-    number of the step, so nothing else has to be remembered."""
+    """A resumed stage that learns from data has an optimizer with its earlier state.
+
+    Its data are a function of the number of the step, so nothing else has to be remembered.
+    """
 
     def __init__(self, history: StageHistory) -> None:
         self._history = history

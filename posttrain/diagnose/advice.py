@@ -1,5 +1,7 @@
-"""Advice after a run: the facts that are read of a stage, and each piece of advice with its condition. For each piece
-`tests/diagnose/test_advice.py` has a situation in which it is given, and one in which it must not be."""
+"""Advice after a run: the facts that are read of a stage, and each piece of advice with its condition.
+
+For each piece `tests/diagnose/test_advice.py` has a situation in which it is given, and one in which it must not be.
+"""
 
 from __future__ import annotations
 

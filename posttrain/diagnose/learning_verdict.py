@@ -60,10 +60,15 @@ def said_at_the_end(record: Sequence[Step], s: StageOutcome) -> tuple[str, ...]:
 def stage_learned(
     run: Run, s: StageOutcome, folder: str, found: tuple[str, ...] = (), prompts: int | None = None
 ) -> Learning:
-    """The answer for one stage. It is based on accuracy where rewards are pass or fail, else on the mean reward. A
-    reward that rose while accuracy did not has a word of its own: the policy may be paid for other things. This needs
-    grades of which something says which are right (`env.right`, or several sources). `found`: messages of live rules in
-    its last steps. `prompts`: number of prompts of the data, where they were counted."""
+    """The answer for one stage. It is based on accuracy where rewards are pass or fail, else on the mean reward.
+
+    A reward that rose while accuracy did not has a word of its own: the policy may be paid for other things. This needs
+    grades of which something says which are right (`env.right`, or several sources).
+
+    Args:
+        found: messages of live rules in its last steps.
+        prompts: number of prompts of the data, where they were counted.
+    """
     undecided = Case(run, s, folder, "cannot be told", "nothing", found=found, prompts=prompts)
     if s.unpaired or s.accuracy is None or s.reward is None or s.start is None or s.end is None:
         # Nothing was paired. A stage may still be judged by pairs that it orders, or by rows that it makes likelier.
@@ -106,8 +111,10 @@ def _answer(case: Case, text: str) -> Learning:
 
 
 def _wants_right(run: Run, s: StageOutcome) -> bool:
-    """Returns whether the share of right answers is compared with the mean reward of a graded stage. Some answer must
-    have been right, and it must be known what is right: it is named, or several sources are paid."""
+    """Returns whether the share of right answers is compared with the mean reward of a graded stage.
+
+    Some answer must have been right, and it must be known what is right: it is named, or several sources are paid.
+    """
     env = run.env_of(s.stage)
     sources = sum(not r.measured and r.weight != 0 for r in env.rewards) + (env.name != "prompts")
     # Where nothing was ever right, the share of right answers tells nothing of the reward.

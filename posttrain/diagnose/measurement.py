@@ -57,8 +57,10 @@ def common_scale(measured: Sequence[Measurement]) -> tuple[float, float]:
 
 
 def proxy_gain(before: Measurement, after: Measurement) -> Gain | None:
-    """The gain of what is paid, on the scale from the smallest to the largest mean of a prompt. None where what is paid
-    is not recorded apart from what is measured."""
+    """The gain of what is paid, on the scale from the smallest to the largest mean of a prompt.
+
+    None where what is paid is not recorded apart from what is measured.
+    """
     if not before.proxy or not after.proxy:
         return None
     means = [*before.proxy.values(), *after.proxy.values()]

@@ -32,8 +32,12 @@ def asked_words(recipe: str | Run, overrides: Sequence[str]) -> dict[str, Any]:
 
 def next_steps(run: Run, folder: Path, finished: bool = True, worse: bool = False) -> list[str]:
     """Commands worth trying now. A long command stands on a line of its own, below the line that says what it is for.
-    `finished`: False for a run that was cut. Then the first advice is to resume it, and nothing is said that needs its
-    end. `worse`: whether its held-out score fell. Then no command continues it, repeats it as it is, or exports it."""
+
+    Args:
+        finished: False for a run that was cut. Then the first advice is to resume it, and nothing is said that needs
+            its end.
+        worse: whether its held-out score fell. Then no command continues it, repeats it as it is, or exports it.
+    """
     if run.fault is not None:
         return _lines(_of_fault(run, folder))
     if not finished:
@@ -86,8 +90,10 @@ def _of_fault(run: Run, folder: Path) -> list[tuple[str, str]]:
 
 
 def _of_reward_model(run: Run, folder: Path, worse: bool) -> list[tuple[str, str]]:
-    """Returns the next steps with a reward model. They export it, and use it to reward a policy: the model that it
-    began with, on the run's own prompts."""
+    """Returns the next steps with a reward model.
+
+    They export it, and use it to reward a policy: the model that it began with, on the run's own prompts.
+    """
     if worse:
         return []
     words = _words(folder)
@@ -104,9 +110,11 @@ def _of_reward_model(run: Run, folder: Path, worse: bool) -> list[tuple[str, str
 
 
 def _lines(out: list[tuple[str, str]]) -> list[str]:
-    """The lines of (command, reason) pairs, in the order given. Commands stand side by side with their reasons up to
-    the first long one. From there on each stands below its reason. The order must not depend on how long the path of
-    the program is."""
+    """The lines of (command, reason) pairs, in the order given.
+
+    Commands stand side by side with their reasons up to the first long one. From there on each stands below its reason.
+    The order must not depend on how long the path of the program is.
+    """
     side_by_side = list(takewhile(lambda row: len(row[0]) <= LONG, out))
     return [*with_reasons(side_by_side, WIDTH), *(x for c, why in out[len(side_by_side) :] for x in (f"# {why}", c))]
 
@@ -127,8 +135,10 @@ def _words(folder: Path) -> tuple[str, list[str]] | None:
 
 
 def _changed_part(run: Run, word: str) -> str:
-    """Returns the part of a run that an override changes; '' where this version does not know the setting. It is
-    `algorithm` for anything inside an algorithm, else the first word of the path: "env" for `env.heldout=9`."""
+    """Returns the part of a run that an override changes; '' where this version does not know the setting.
+
+    It is `algorithm` for anything inside an algorithm, else the first word of the path: "env" for `env.heldout=9`.
+    """
     # An address that this version does not know is kept as it is.
     try:
         path = address(run, word.partition("=")[0].strip())

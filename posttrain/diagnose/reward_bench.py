@@ -40,9 +40,13 @@ class BenchScore:
 
 
 def reward_bench(right: Mapping[str, Sequence[bool]]) -> BenchScore:
-    """RewardBench 1 (2403.13787), from whether each pair's chosen completion scores higher than the rejected one. A
-    section is the mean of its subsets' accuracies by weight, and the score the mean of the sections that have data.
-    Raises DataError: a subset is not one of the benchmark's, or there is no pair."""
+    """RewardBench 1 (2403.13787), from whether each pair's chosen completion scores higher than the rejected one.
+
+    A section is the mean of its subsets' accuracies by weight, and the score the mean of the sections that have data.
+
+    Raises:
+        DataError: a subset is not one of the benchmark's, or there is no pair.
+    """
     known = {subset for section in SECTIONS.values() for subset in section}
     if unknown := [s for s in right if s not in known]:
         raise DataError(f"RewardBench has no subset {unknown[0]!r}; {nearest(unknown[0], known)}")

@@ -1,6 +1,8 @@
-"""Compares runs: the settings in which they differ, and by how much their held-out scores differ. Runs that differ in
-their seed alone form a group. Groups are compared with the first one, over the held-out prompts that all runs share,
-and over seeds where both groups have several."""
+"""Compares runs: the settings in which they differ, and by how much their held-out scores differ.
+
+Runs that differ in their seed alone form a group. Groups are compared with the first one, over the held-out prompts
+that all runs share, and over seeds where both groups have several.
+"""
 
 from __future__ import annotations
 
@@ -282,7 +284,9 @@ def _groups(runs: Sequence[ComparedRun]) -> tuple[RunGroup, ...]:
 
 def settings_of(run: Run) -> dict[str, str]:
     """The settings that make a kind of run, as text by their paths: without the seed and the settings of the machine.
-    Of an algorithm they have its name and its own choices, and not those of its parents."""
+
+    Of an algorithm they have its name and its own choices, and not those of its parents.
+    """
     out: dict[str, str] = {}
     for path, (_, value) in values(run).items():
         head, last = path.split(".")[0], path.split(".")[-1]
@@ -336,9 +340,12 @@ def _by_seed(group: RunGroup, what: str, prompts: Sequence[Hashable]) -> dict[in
 
 
 def over_seeds(first: Mapping[int, float], other: Mapping[int, float]) -> Score | None:
-    """The difference of scores by seed, with Student's interval over seeds. Where both groups have the same seeds it is
-    the interval of the paired differences, else Welch's. None where a group has one seed, or where all seeds give the
-    same. The interval would be a point then, and claim to know what another seed would give."""
+    """The difference of scores by seed, with Student's interval over seeds.
+
+    Where both groups have the same seeds it is the interval of the paired differences, else Welch's. None where a group
+    has one seed, or where all seeds give the same. The interval would be a point then, and claim to know what another
+    seed would give.
+    """
     if min(len(first), len(other)) < 2:
         return None
     if first.keys() == other.keys():

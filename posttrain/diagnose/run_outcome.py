@@ -250,8 +250,11 @@ def _updates(steps: Sequence[Step]) -> int:
 def _at_the_end(
     stage: Stage, steps: Sequence[Step], start: Measurement | None, end: Measurement | None
 ) -> Measurement | None:
-    """The measurement of the weights at the end of a stage. Weights that no step changed since the last measurement are
-    not evaluated again. So that measurement counts as one of the stage's last step."""
+    """The measurement of the weights at the end of a stage.
+
+    Weights that no step changed since the last measurement are not evaluated again. So that measurement counts as one
+    of the stage's last step.
+    """
     last, taken = end or start, max((s.index for s in steps), default=0)
     since = [s for s in steps if s.index > (end.step if end is not None else 0)]
     # A line without a count of updates does not show that nothing moved.
@@ -311,9 +314,11 @@ class _Reading:
         self._at = cache(lambda stage, index: measurement(self.files[stage, index]))
 
     def start(self, stage: Stage) -> Measurement | None:
-        """Returns a measurement of the weights that a stage started from; None if there is none. It was made before the
-        stage, at the end of the stage whose weights they are, or before another stage that started from the same
-        weights."""
+        """Returns a measurement of the weights that a stage started from; None if there is none.
+
+        It was made before the stage, at the end of the stage whose weights they are, or before another stage that
+        started from the same weights.
+        """
         # Its own measurement, else the end of the stage that it goes on from, else another stage's start.
         if (stage.name, 0) in self.files:
             return self._at(stage.name, 0)

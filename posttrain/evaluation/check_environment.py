@@ -149,8 +149,10 @@ def model_findings(env: SingleTurn, words: Sequence[str]) -> list[LintFinding]:
 
 
 def _of_file(target: str) -> Env | None:
-    """The settings in `path.py:NAME`, where NAME is a `Run`, an `Env`, or a function that returns one. None where NAME
-    is the class of an environment, or where the target is no such file."""
+    """The settings in `path.py:NAME`, where NAME is a `Run`, an `Env`, or a function that returns one.
+
+    None where NAME is the class of an environment, or where the target is no such file.
+    """
     path, _, name = target.rpartition(":")
     if Path(path).suffix != ".py" or not Path(path).is_file():
         return None

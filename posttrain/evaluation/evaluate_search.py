@@ -262,8 +262,11 @@ def _refuse_answers(request: SearchRequest, by: str) -> None:
 
 
 def _with_scores(request: SearchRequest, run: Run, run_folder: Path | None, target: str | Path) -> SearchRequest:
-    """The request with its scorer, if a search needs one: the one that was named, or else the run's own. Raises
-    ConfigError: there is none, or it cannot score what a search needs."""
+    """The request with its scorer, if a search needs one: the one that was named, or else the run's own.
+
+    Raises:
+        ConfigError: there is none, or it cannot score what a search needs.
+    """
     needs_scores = _search_with(request, reads="steps") or _search_with(request, reads="answers")
     # The verifier judges whole answers, so it can guide no search over steps.
     if request.verified:
@@ -305,8 +308,11 @@ def _own_scores(run: Run, run_folder: Path | None) -> Reward | None:
 
 
 def _weights(folder: Path, checkpoint: str, say: Callable[[str], None]) -> Path:
-    """The folder of the policy's weights: that of the checkpoint. Where the checkpoint holds a reward model, it
-    is that of the last stage before that model's stage that left a policy."""
+    """The folder of the policy's weights.
+
+    It is that of the checkpoint. Where the checkpoint holds a reward model, it is that of the last stage before that
+    model's stage that left a policy.
+    """
     chosen, stages = find(folder, checkpoint), run_file(folder).run.stages
     trained = trained_at(stages, chosen.state)
     if trained is None:

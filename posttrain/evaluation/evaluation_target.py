@@ -26,7 +26,10 @@ def asked_run(
     target: str | Path, checkpoint: str, overrides: tuple[str, ...], handed: UserObjects, quiet: bool, trust: bool
 ) -> tuple[Run, Path | None, RuntimeObjects]:
     """The run to evaluate, the folder of weights to load into its policy (or None), and the objects that it names.
-    `handed`: objects that a program gave in the place of names of settings."""
+
+    Args:
+        handed: objects that a program gave in the place of names of settings.
+    """
     if asks_search(overrides):
         raise ConfigError(
             "searches have a report of their own:"

@@ -31,9 +31,13 @@ async def measure_rows(
     load: Callable[[], None],
     say: Callable[[str], None],
 ) -> EvaluationReport:
-    """A report whose `measures` are those of the run's last stage on held-out rows. A stage that learns from
-    preferences measures how it orders held-out pairs, one that imitates its held-out loss. `load`: loads the weights
-    that are evaluated. Until then the model is the one that the run began with."""
+    """A report whose `measures` are those of the run's last stage on held-out rows.
+
+    A stage that learns from preferences measures how it orders held-out pairs, one that imitates its held-out loss.
+
+    Args:
+        load: loads the weights that are evaluated. Until then the model is the one that the run began with.
+    """
     stage, learner, render, context = run.stages[-1], roles.learner, roles.renderer, roles.engine.context
     if isinstance(stage, Preference):
         judged, reference = heldout_judgements(environment), ReferenceScores("")

@@ -1,5 +1,7 @@
 """The words of `posttrain eval` that ask for searches: `search=beam.width=4 search=vote.count=4,8 search.budget=2000`.
-It imports neither torch nor numpy, so a wrong word is refused at once."""
+
+It imports neither torch nor numpy, so a wrong word is refused at once.
+"""
 
 from __future__ import annotations
 

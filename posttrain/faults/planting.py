@@ -137,8 +137,11 @@ def named(name: str | None) -> Fault | None:
 
 
 def refuse_silent(name: str | None, allowed: bool) -> None:
-    """Refuse a run with a planted fault unless it is also allowed explicitly. Raises ConfigError: no fault has this
-    name, or it was not allowed."""
+    """Refuse a run with a planted fault unless it is also allowed explicitly.
+
+    Raises:
+        ConfigError: no fault has this name, or it was not allowed.
+    """
     if name is None:
         return
     chosen = find(name)

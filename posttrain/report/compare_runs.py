@@ -97,8 +97,10 @@ def _word(c: RunComparison) -> str:
 
 
 def _score(c: RunComparison, run: ComparedRun) -> Score:
-    """Returns the score by which a run is compared, as people read it. Comparisons hold losses as negative numbers.
-    Here a loss is positive again, and lower is better."""
+    """Returns the score by which a run is compared, as people read it.
+
+    Comparisons hold losses as negative numbers. Here a loss is positive again, and lower is better.
+    """
     return _as_read(c, run.measured.accuracy if c.what == "accuracy" else run.measured.reward)
 
 

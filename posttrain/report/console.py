@@ -24,10 +24,18 @@ def table(
     words: Collection[str],
     one_line: bool = False,
 ) -> Group:
-    """A table in the form of every table that a command prints: no lines, so that it reads well in a log file, the
-    title ('' for none) above it at the left, and two blanks between columns. `words`: the heads of columns of text,
-    which stand at the left and are folded. All others are numbers, at the right; only one with its interval is folded,
-    at its blanks. `one_line`: long text is cut instead, for a table that is drawn again and again in the same place."""
+    """A table in the form of every table that a command prints.
+
+    It has no lines, so that it reads well in a log file, its title above it at the left, and two blanks between
+    columns.
+
+    Args:
+        title: '' for none.
+        words: the heads of columns of text, which stand at the left and are folded. All other columns are numbers,
+            which stand at the right. A number stays whole; only a number with its interval is folded, at its blanks.
+        one_line: whether text that is too long is cut instead of folded. It is for a table that is drawn again and
+            again in the same place.
+    """
     grid, rows = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0)), list(rows)
     for i, head in enumerate(heads):
         is_text = head in words
@@ -46,8 +54,10 @@ def lines_of(drawn: Group) -> list[str]:
 
 
 class PlainConsole(Console):
-    """A console without markup, emoji codes and automatic highlighting. Unprintable characters are escaped. Our own
-    words get a colour as `Text(word, style=...)`."""
+    """A console without markup, emoji codes and automatic highlighting. Unprintable characters are escaped.
+
+    Our own words get a colour as `Text(word, style=...)`.
+    """
 
     def __init__(self, **settings: Any) -> None:
         # force_jupyter: a notebook gets plain text too, and not the HTML that rich would write there.

@@ -166,8 +166,16 @@ def smooth(curve: Curve, share: float = 0.1) -> Curve:
 
 def search_plot(points: Sequence[SearchPoint], title: str, out: str | Path) -> Figure:
     """Draw accuracy (or the mean reward of grades) against tokens said for a task, a line for each kind of search.
+
     Points have 95 % intervals over tasks. A grey line goes through the searches to which no other is superior at as few
-    tokens. `out`: the file that is written. Its ending is the format (.svg, .png, .pdf)."""
+    tokens.
+
+    Args:
+        out: the file that is written. Its ending is the format (.svg, .png, .pdf).
+
+    Raises:
+        ConfigError: a file of another kind.
+    """
     from posttrain.search.curves import frontier
 
     check_out(out)
@@ -204,8 +212,16 @@ def search_plot(points: Sequence[SearchPoint], title: str, out: str | Path) -> F
 
 
 def sweep_plot(name: str, rows: Sequence[tuple[str, LoopOutcome]], out: str | Path) -> Figure:
-    """Draw simulated loops by the values of the setting `name`: seconds of a step, who waits, and how old the tokens
-    are. `rows`: (value of the setting, the loop with it). `out`: the file that is written, of one of `FORMATS`."""
+    """Draw simulated loops by the values of one setting: seconds of a step, who waits, and how old the tokens are.
+
+    Args:
+        name: of the setting.
+        rows: (value of the setting, the loop with it).
+        out: the file that is written. Its ending is the format (.svg, .png, .pdf).
+
+    Raises:
+        ConfigError: a file of another kind.
+    """
     check_out(out)
     values, at = [_text(value) for value, _ in rows], range(len(rows))
     with _matplotlib():
@@ -258,8 +274,10 @@ def _curves(of: RunOutcome, gauge: str) -> dict[str, Curve]:
 
 
 def _drawn_stages(drawn: Mapping[str, Sequence[Mapping[str, Curve]]], runs: Sequence[RunOutcome]) -> list[str]:
-    """The stages that get a column, in their order. They are those with a curve of two points or more; where no stage
-    has one, those with a single point."""
+    """The stages that get a column, in their order.
+
+    They are those with a curve of two points or more; where no stage has one, those with a single point.
+    """
     most_points = {n: 0 for of in runs for n in (s.name for s in of.stages)}
     for by_stage in (one for curves in drawn.values() for one in curves):
         for name, curve in by_stage.items():
@@ -300,8 +318,10 @@ def _xy(curve: Curve) -> tuple[list[int], list[float]]:
 
 
 def _text(text: str) -> str:
-    """Somebody else's text as a label: matplotlib reads no mathematics in it. matplotlib leaves labels that begin with
-    _ out of a legend, so these get a blank before it."""
+    """Somebody else's text as a label: matplotlib reads no mathematics in it.
+
+    matplotlib leaves labels that begin with _ out of a legend, so these get a blank before it.
+    """
     shown = visible(text).replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown
 
@@ -309,7 +329,9 @@ def _text(text: str) -> str:
 @contextmanager
 def _matplotlib() -> Iterator[None]:
     """matplotlib with our settings for the length of the block. Characters that no font has are drawn as boxes.
-    ConfigError where values cannot be drawn."""
+
+    ConfigError where values cannot be drawn.
+    """
     import matplotlib
 
     with matplotlib.rc_context(cast("Any", STYLE)), warnings.catch_warnings(), np.errstate(over="raise"):

@@ -41,9 +41,14 @@ HEADER = ("stage", "at step", "{} [95 %]", "gain [95 %]", "greedy", "seconds")
 
 
 def score_rows(of: RunOutcome, what: str, word: str) -> list[list[str]]:
-    """The rows of the table of a held-out score, one for each stage. The first row names the columns. A row has the
-    step of the stage's last evaluation, the score, and the gain since the weights it started from. `what`: "accuracy"
-    or "reward". `word`: the name of the score in the head of its column."""
+    """The rows of the table of a held-out score, one for each stage. The first row names the columns.
+
+    A row has the step of the stage's last evaluation, the score, and the gain since the weights it started from.
+
+    Args:
+        what: "accuracy" or "reward".
+        word: the name of the score in the head of its column.
+    """
     rows = [[name.format(word) for name in HEADER]]
     for s in of.stages:
         gain: Gain | None = getattr(s, what)
@@ -78,9 +83,11 @@ def short(mean: float, low: float, high: float, sign: str = "") -> str:
 
 
 def measures(of: RunOutcome) -> tuple[str, ...]:
-    """Returns the measures of held-out tasks, "accuracy" and "reward", the more important one first. It is the accuracy
-    alone where rewards are pass or fail. Where they are grades it is the mean reward, then the accuracy if it says
-    something. Empty for a run that answers no tasks, such as one that trains a reward model."""
+    """Returns the measures of held-out tasks, "accuracy" and "reward", the more important one first.
+
+    It is the accuracy alone where rewards are pass or fail. Where they are grades it is the mean reward, then the
+    accuracy if it says something. Empty for a run that answers no tasks, such as one that trains a reward model.
+    """
     if all(s.end is None for s in of.stages):
         return ()
     accuracy = ("accuracy",) if any(s.tells is not None for s in of.stages if s.end is not None) else ()
@@ -99,8 +106,10 @@ def tables(of: RunOutcome) -> list[Group]:
 
 
 def footnote(of: RunOutcome) -> str:
-    """Returns a note about the stages whose weights the run did not go on with; '' where there is none. It says what
-    each of them is to be compared with."""
+    """Returns a note about the stages whose weights the run did not go on with; '' where there is none.
+
+    It says what each of them is to be compared with.
+    """
     began, compared = {s.name: s.began for s in of.stages}, list[str]()
     for s in (s for s in of.stages if not s.stage.hands_on):
         time_of = s.stage.time_of
@@ -172,8 +181,12 @@ def memory_lines(of: RunOutcome) -> list[str]:
 
 
 def _by_role(title: str, stages: Mapping[str, Mapping[str, float]], as_text: Callable[[float], str]) -> list[str]:
-    """A line for each stage with a number for each role, the largest first. `stages`: the numbers by role, by stage.
-    `said`: a number as text; '' leaves it out."""
+    """A line for each stage with a number for each role, the largest first.
+
+    Args:
+        stages: the numbers by role, by stage.
+        said: a number as text; '' leaves it out.
+    """
     known = {stage: roles for stage, roles in stages.items() if roles}
     width = max((len(stage) for stage in known), default=0)
     out = [title] if known else []
@@ -185,8 +198,10 @@ def _by_role(title: str, stages: Mapping[str, Mapping[str, float]], as_text: Cal
 
 
 def finding_lines(of: RunOutcome) -> list[str]:
-    """Returns the findings of the live rules with the steps at which they held (docs/help/diagnosis.md). Each rule is
-    there once for each stage."""
+    """Returns the findings of the live rules with the steps at which they held (docs/help/diagnosis.md).
+
+    Each rule is there once for each stage.
+    """
     findings = [n.line for n in findings_of(run_reader.steps(of.folder))]
     out = ["what the rules saw"] if findings else []
     for line in findings:
@@ -317,8 +332,11 @@ def summarize(folder: str | Path, as_markdown: bool = False) -> None:
 
 
 def conclude(folder: Path, console: PlainConsole | None) -> None:
-    """Write the lineage record and the summary at the end of a run, also of one that was cut. The summary is printed
-    where there is a console. If it cannot be made, a note says so: the error must not hide how the run ended."""
+    """Write the lineage record and the summary at the end of a run, also of one that was cut.
+
+    The summary is printed where there is a console. If it cannot be made, a note says so: the error must not hide how
+    the run ended.
+    """
     notes: list[str] = []
     # Each of the two is tried on its own: if one fails, the other is written all the same.
     try:

@@ -82,9 +82,11 @@ def _columns(line: CurveLine, last: int, width: int) -> list[tuple[int, float]]:
 
 
 def _ends(low: float, high: float) -> tuple[float, float]:
-    """The two ends of the scale, for values from `low` to `high`. It is [0, 1] if the values lie in it and use more
-    than a fifth of it, or are all equal. Otherwise it begins at 0 if the values are near it, or else at the lowest
-    value. Equal values outside of [0, 1] get space on both sides."""
+    """The two ends of the scale, for values from `low` to `high`.
+
+    It is [0, 1] if the values lie in it and use more than a fifth of it, or are all equal. Otherwise it begins at 0 if
+    the values are near it, or else at the lowest value. Equal values outside of [0, 1] get space on both sides.
+    """
     # Shares get the same scale in every run, so that two runs can be compared by eye. A nearly flat curve does not.
     if low >= 0 and high <= 1 and (high - low > 0.2 or high == low):
         return 0.0, 1.0

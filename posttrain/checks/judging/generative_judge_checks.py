@@ -1,5 +1,7 @@
-"""Checks of judges: prompts show no verdict, sides come in random order, and votes are counted as they were given. A
-judge that learns is checked before its stage, a judge that pays a policy at every step."""
+"""Checks of judges: prompts show no verdict, sides come in random order, and votes are counted as they were given.
+
+A judge that learns is checked before its stage, a judge that pays a policy at every step.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,10 @@ async def shows_no_verdict(environment: Environment, judging: Judging, task: Tas
 
 
 async def _shown(environment: Environment, judging: Judging, task: Task) -> list[str]:
-    """All that the environment shows in a game in which every seat says the first verdict. It is what the policy's seat
-    is shown, then what the other seats are shown."""
+    """All that the environment shows in a game in which every seat says the first verdict.
+
+    It is what the policy's seat is shown, then what the other seats are shown.
+    """
     seats = environment.abilities.seats
     # The other seats answer by script too, so that the game ends without a model.
     others = {} if seats is None else {name: (judging.ends[0],) * len(turns) for name, turns in seats(task).items()}
@@ -74,8 +78,10 @@ def tail(count: int, total: int) -> float:
 
 
 def order_is_random(firsts: Sequence[bool]) -> None:
-    """InvariantError where the better side comes first too often or too seldom. In a fair order that happens in at most
-    one of a billion stages."""
+    """InvariantError where the better side comes first too often or too seldom.
+
+    In a fair order that happens in at most one of a billion stages.
+    """
     count = sum(firsts)
     if tail(count, len(firsts)) < CHANCE:
         raise InvariantError(
@@ -85,8 +91,10 @@ def order_is_random(firsts: Sequence[bool]) -> None:
 
 
 class JudgingCheck(Observer):
-    """Checks a stage that learns to judge, by imitation or by RL, before its first step. No prompt may show the
-    verdict, and the order of the sides must be random."""
+    """Checks a stage that learns to judge, by imitation or by RL, before its first step.
+
+    No prompt may show the verdict, and the order of the sides must be random.
+    """
 
     async def begin(self, roles: DataRoles[Any] | ReinforceRoles) -> None:
         environment = roles.environment if isinstance(roles, DataRoles) else roles.rollout.environment

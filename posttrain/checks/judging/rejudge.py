@@ -34,9 +34,11 @@ JudgedGold = tuple[Turns, Attempt, tuple[Judged, ...]]
 
 @dataclass
 class RejudgedAnswers:
-    """Answers that are judged again at every step: a right one that was judged at the start, and one of the step. A
-    second one of the step is added if an answer was cut off. If the environment vouches for its right answers, they
-    must score 1 at the start and at every step."""
+    """Answers that are judged again at every step: a right one that was judged at the start, and one of the step.
+
+    A second one of the step is added if an answer was cut off. If the environment vouches for its right answers, they
+    must score 1 at the start and at every step.
+    """
 
     text: Text = lambda ids: ""
     _gold: list[JudgedGold] = field(default_factory=list[JudgedGold])
@@ -50,9 +52,13 @@ class RejudgedAnswers:
     """The source for which the environment vouches that right answers score 1; None if it does not."""
 
     async def begin(self, env: Environment, steps_before: int) -> None:
-        """Judge the right answers of some held-out tasks, or of training tasks if none are held out. Only environments
-        that know right answers, and can play them as a script, have any. Raises InvariantError: the environment vouches
-        for a right answer, and it does not score 1."""
+        """Judge the right answers of some held-out tasks, or of training tasks if none are held out.
+
+        Only environments that know right answers, and can play them as a script, have any.
+
+        Raises:
+            InvariantError: the environment vouches for a right answer, and it does not score 1.
+        """
         self._steps_before = steps_before
         self._vouched = env.name if env.abilities.vouched else None
         for task, right in _known_answers(env, env.abilities.gold):
@@ -68,7 +74,10 @@ class RejudgedAnswers:
 
     async def after(self, env: Environment, played: Sequence[Group], at: StepNumber = StepNumber()) -> tuple[str, ...]:
         """Judge one right answer and one or two episodes of the step again. Returns notes on what may be intended.
-        Raises InvariantError: a verdict changed and stayed changed, or a right answer no longer scores 1."""
+
+        Raises:
+            InvariantError: a verdict changed and stayed changed, or a right answer no longer scores 1.
+        """
         notes: list[str] = []
         if self._gold:
             # Another right answer at every step, so that all are asked again in turn.
@@ -107,8 +116,10 @@ class RejudgedAnswers:
         ]
 
     async def _right_answer(self, env: Environment, right: Turns, answer: Attempt, before: Verdicts) -> list[str]:
-        """Judge one right answer again. Returns notes. If the environment vouches for it, it is also played again,
-        since the environment that plays it may break."""
+        """Judge one right answer again. Returns notes.
+
+        If the environment vouches for it, it is also played again, since the environment that plays it may break.
+        """
         if self._vouched is not None:
             try:
                 answer = await attempt(env, answer.task, right)
@@ -182,14 +193,20 @@ class RejudgedAnswers:
 
 
 def _recorded_attempt(e: Episode, text: Text) -> Attempt:
-    """The attempt of a recorded episode. `int` stands for the function that finds the token of a character. Only
-    verdicts about parts of an answer read it, and those are not compared here."""
+    """The attempt of a recorded episode.
+
+    `int` stands for the function that finds the token of a character. Only verdicts about parts of an answer read it,
+    and those are not compared here.
+    """
     return attempt_of(e.task, _turns(e), e.stop, e.segments, text, int, e.state)
 
 
 async def _asked_again(env: Environment, e: Episode, group: Group, at: StepNumber, text: Text) -> Sequence[Judged]:
-    """New verdicts about one episode. Sources that judge whole groups get its group again. They are left out where an
-    attempt of the group cannot be read from its record."""
+    """New verdicts about one episode.
+
+    Sources that judge whole groups get its group again. They are left out where an attempt of the group cannot be read
+    from its record.
+    """
     together = env.abilities.together
     if together is None:
         return await env.judge(_recorded_attempt(e, text))
@@ -214,8 +231,10 @@ def _known_answers(env: Environment, gold: GoldAnswers | None) -> list[tuple[Tas
 
 
 def _sample(episodes: Sequence[Episode], steps_before: int) -> list[Episode]:
-    """One episode, a different one at every step, and one that was cut off if there is any. Episodes whose turns cannot
-    be read from their text are left out."""
+    """One episode, a different one at every step, and one that was cut off if there is any.
+
+    Episodes whose turns cannot be read from their text are left out.
+    """
     # Cut answers are a case of their own: their text ends in the middle, where a parser may fail.
     cut = [e for e in episodes if e.stop is Stop.LENGTH]
     chosen = [x[steps_before % len(x)] for x in (episodes, cut) if x]

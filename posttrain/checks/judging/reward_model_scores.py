@@ -44,9 +44,11 @@ def read_alone(episode: Episode) -> Packed:
 
 
 def read_by(member: JudgeMember, episode: Episode) -> Packed | None:
-    """Returns the sequence that one reward model should read of an episode. It is the episode's own tokens. A model
-    with a tokenizer of its own reads the conversation as its chat template writes it. None if the conversation cannot
-    be written so, or is longer than the model's context."""
+    """Returns the sequence that one reward model should read of an episode.
+
+    It is the episode's own tokens. A model with a tokenizer of its own reads the conversation as its chat template
+    writes it. None if the conversation cannot be written so, or is longer than the model's context.
+    """
     if member.renderer is None:
         packed = read_alone(episode)
     else:
@@ -83,9 +85,14 @@ def scored_again(judge: RewardModelJudge, episode: Episode) -> float | None:
 
 
 def scores_hold(judge: RewardModelJudge, group: Group, episode: Episode, dtype: str) -> float:
-    """The recorded score of an episode is that of its own tokens, read alone. Returns the difference of the two scores,
-    relative to the largest absolute score of the group. Raises InvariantError: it is another score; or the difference
-    is rounding, and is larger than the `resolution` that the judge declares."""
+    """The recorded score of an episode is that of its own tokens, read alone.
+
+    Returns the difference of the two scores, relative to the largest absolute score of the group.
+
+    Raises:
+        InvariantError: it is another score; or the difference is rounding, and is larger than the `resolution` that
+            the judge declares.
+    """
     of_judge = {id(e): j.verdict for e in group.episodes for j in e.verdicts if j.source == judge.name}
     verdict = of_judge.get(id(episode))
     if verdict is None or verdict.state is not State.VALUE or verdict.score is None:
@@ -152,9 +159,11 @@ def holds_what_was_trained(member: JudgeMember, folder: Path) -> None:
 
 
 class RewardModelCheck(Observer):
-    """Reward models that pay a policy score as they were trained. Before the first step: each has the weights that were
-    trained. At every step: one answer has the score of its own tokens. At every `due` step: the weights have not
-    changed."""
+    """Reward models that pay a policy score as they were trained.
+
+    Before the first step: each has the weights that were trained. At every step: one answer has the score of its own
+    tokens. At every `due` step: the weights have not changed.
+    """
 
     def __init__(self) -> None:
         self._digests: dict[str, str] = {}

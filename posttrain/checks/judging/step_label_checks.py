@@ -1,5 +1,7 @@
 """Checks that labels belong to their steps: what was completed, what was judged, what is learned and what is paid.
-Everything is computed a second time, from the tokens and the verdicts alone."""
+
+Everything is computed a second time, from the tokens and the verdicts alone.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,14 @@ def said(e: Episode) -> np.ndarray:
 
 
 def token_ends(text: Text, ids: np.ndarray, lengths: Sequence[int]) -> list[int]:
-    """The number of tokens up to the end of each step. Every beginning of the text is decoded. A step ends with the
-    first token that reaches the step's last character; the last step ends with the last token, and so does a step that
-    lies beyond the text. `lengths`: characters up to the end of each step."""
+    """The number of tokens up to the end of each step.
+
+    Every beginning of the text is decoded. A step ends with the first token that reaches the step's last character; the
+    last step ends with the last token, and so does a step that lies beyond the text.
+
+    Args:
+        lengths: characters up to the end of each step.
+    """
     # The border of a step may lie inside a token. The step then ends with the first token that reaches it.
     # U+FFFD at an end may stand for the bytes of a character that the next tokens complete.
     so_far = [len(text(ids[:n]).rstrip("\ufffd")) for n in range(len(ids) + 1)]
@@ -230,8 +237,10 @@ def step_verdicts_hold(judge: StepJudge, e: Episode, dtype: str) -> float:
 
 
 def step_lengths(text: str, separator: str) -> list[int]:
-    """Characters up to the end of each step. A blank piece belongs to the step before it. At the start of the text it
-    belongs to the first step."""
+    """Characters up to the end of each step.
+
+    A blank piece belongs to the step before it. At the start of the text it belongs to the first step.
+    """
     out, at = list[int](), 0
     for piece in text.split(separator):
         at = min(at + len(piece) + len(separator), len(text))
@@ -263,8 +272,10 @@ def _outcome_holds(judge: StepJudge, e: Episode, scores: Sequence[float], dtype:
 
 
 class StepJudgeCheck(Observer):
-    """Process reward models that judge score as they were trained. At every step: one answer's steps have the scores of
-    its own tokens. At `due` steps: no weight has changed."""
+    """Process reward models that judge score as they were trained.
+
+    At every step: one answer's steps have the scores of its own tokens. At `due` steps: no weight has changed.
+    """
 
     _judges: Sequence[StepJudge] = ()
     _digests: Mapping[str, str] = {}

@@ -42,8 +42,12 @@ def failures_stay_out(groups: Sequence[Group]) -> None:
 def enough_judged(
     what: str, groups: Sequence[Group], run: Run, stage: Any, folder: Path, figure: Literal["reward", "figure"]
 ) -> None:
-    """RewardError where more than the share `max_failed` of the samples could not be judged. `what`: names the samples
-    in the message. `figure`: the property of an episode that is None where it could not be judged."""
+    """RewardError where more than the share `max_failed` of the samples could not be judged.
+
+    Args:
+        what: names the samples in the message.
+        figure: the property of an episode that is None where it could not be judged.
+    """
     episodes, rewards = [x for g in groups for x in g.episodes], run.env_of(stage).rewards
     unjudged = sum(getattr(x, figure) is None for x in episodes)
     if unjudged <= stage.max_failed * len(episodes):

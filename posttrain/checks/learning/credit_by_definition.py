@@ -227,8 +227,10 @@ def _resolution(e: Episode) -> float:
 
 
 def alike(values: Sequence[float], terms: Sequence[float], resolution: float) -> bool:
-    """Returns whether numbers are equal up to rounding, which credit calls no spread. They are if the largest exceeds
-    the smallest by at most `resolution` times the largest sum of absolute terms."""
+    """Returns whether numbers are equal up to rounding, which credit calls no spread.
+
+    They are if the largest exceeds the smallest by at most `resolution` times the largest sum of absolute terms.
+    """
     in_order = sorted(values)
     return len(in_order) < 2 or in_order[-1] - in_order[0] <= resolution * max(terms)
 
@@ -379,8 +381,10 @@ def _std(x: Sequence[float], terms: Sequence[float], resolution: float) -> float
 
 
 def _white(over: str, token_credit: list[np.ndarray], doubt: float) -> list[np.ndarray]:
-    """Credit whitened over the step's tokens or samples: mean 0, standard deviation 1. It is 0 everywhere if it spreads
-    by at most `doubt`."""
+    """Credit whitened over the step's tokens or samples: mean 0, standard deviation 1.
+
+    It is 0 everywhere if it spreads by at most `doubt`.
+    """
     spoken = [x for x in token_credit if len(x)]
     if not spoken:
         return token_credit

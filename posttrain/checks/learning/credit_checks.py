@@ -132,8 +132,12 @@ class StepCreditAudit:
         )
 
     def weights_agree(self, batch: Batch, matched: Sequence[ExpectedCredit], group_numbers: set[int]) -> None:
-        """Each token has the weight that the aggregation over the whole minibatch gives it. `matched`: for each episode
-        of the batch, the expected one that it is. `group_numbers`: the numbers of the minibatch's groups."""
+        """Each token has the weight that the aggregation over the whole minibatch gives it.
+
+        Args:
+            matched: for each episode of the batch, the expected one that it is.
+            group_numbers: the numbers of the minibatch's groups.
+        """
         # All these count in the denominators, those without credit too.
         members = [entry for entry in self._expected if entry.group in group_numbers and not entry.dropped]
         tokens, groups = [len(entry.credit) for entry in members], [entry.group for entry in members]

@@ -1,6 +1,8 @@
-"""Checks that the load-balance loss of a mixture of experts, and its gradient, are those of its definition. The
-definition is computed over the whole minibatch, from the choices it holds and the routers' probabilities, by code that
-shares nothing with what trained: E sum_e f_e P_e over the tokens whose experts are known and over the layers."""
+"""Checks that the load-balance loss of a mixture of experts, and its gradient, are those of its definition.
+
+The definition is computed over the whole minibatch, from the choices it holds and the routers' probabilities, by code
+that shares nothing with what trained: E sum_e f_e P_e over the tokens whose experts are known and over the layers.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,14 @@ BALANCE_BOUND = {"float32": 1e-4, "float16": 0.01, "bfloat16": 0.05}
 
 def balance_agrees(batch: Batch, passes: Passes, routers: Routers, coef: float, *, replay: bool, dtype: str) -> Gauges:
     """The load-balance loss is that of its definition over the minibatch, and has its coefficient as gradient.
-    `passes.balance` has the loss of each micro-batch and the gradient by it. `replay`: whether the passes followed the
-    choices of the batch."""
+
+    Args:
+        batch: the minibatch.
+        passes: the learner's passes over its micro-batches. `balance` has the loss of each and
+            the gradient by it.
+        coef: the coefficient of the settings.
+        replay: whether the passes followed the choices of the batch.
+    """
     assert batch.routed_N is not None
     # Of a token whose experts are not known (the last of a sequence) nothing is counted.
     known_N = (batch.routed_N != UNKNOWN).all((1, 2))

@@ -1,6 +1,8 @@
-"""Checks that the experts of a mixture are those that the sampler chose, and that routers and experts learn. The
-sampler's choices are judged in one place only: in a pass of the learner that follows them. In it every router has the
-sampler's hidden states but for rounding. So where it would have chosen otherwise, both experts score alike."""
+"""Checks that the experts of a mixture are those that the sampler chose, and that routers and experts learn.
+
+The sampler's choices are judged in one place only: in a pass of the learner that follows them. In it every router has
+the sampler's hidden states but for rounding. So where it would have chosen otherwise, both experts score alike.
+"""
 
 from __future__ import annotations
 
@@ -94,8 +96,11 @@ def every_token_has_its_experts(packed: Packed) -> None:
 
 def choices_are_the_samplers(followed: RoutedPass, packed: Packed, fresh_N: np.ndarray, dtype: str) -> Gauges:
     """The sampler's choices are those that the present weights make: no other expert scores higher, but for rounding.
-    `followed`: a pass of the learner that follows the choices. `fresh_N`: the tokens that the learner's weights
-    computed in the sampler."""
+
+    Args:
+        followed: a pass of the learner that follows the choices.
+        fresh_N: the tokens that the learner's weights computed in the sampler.
+    """
     assert packed.routed_N is not None
     known = known_rows(packed.routed_N)
     # First that the pass did what it was asked: without that its scores mean nothing.
@@ -142,8 +147,11 @@ def learner_follows(roles: ReinforceRoles, routers: Routers, packed: Packed) -> 
 
 
 def load_gauges(routed: np.ndarray, experts: int) -> Gauges:
-    """Gauges of how evenly tokens are spread over the experts, mean over routers. `routed`: [T, R, K]: the K known
-    choices of each token at each of R routers."""
+    """Gauges of how evenly tokens are spread over the experts, mean over routers.
+
+    Args:
+        routed: [T, R, K]: the K known choices of each token at each of R routers.
+    """
     # For each router [R, E]: how often each expert was chosen.
     count = np.stack([np.bincount(routed[:, r].ravel(), minlength=experts) for r in range(routed.shape[1])])
     share = count / np.maximum(count.sum(1, keepdims=True), 1)
@@ -159,8 +167,10 @@ def load_gauges(routed: np.ndarray, experts: int) -> Gauges:
 
 
 def differing(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
-    """How often the sets of experts differ; `a` and `b` are [T, R, K]. Returns the share of the T * R choices that
-    differ, and the share of the tokens of which any choice differs."""
+    """How often the sets of experts differ; `a` and `b` are [T, R, K].
+
+    Returns the share of the T * R choices that differ, and the share of the tokens of which any choice differs.
+    """
     # As sets: the order within the K experts is that of their weights and may change by rounding.
     other = np.any(np.sort(a, 2) != np.sort(b, 2), 2)
     return float(other.mean()), float(other.any(1).mean())
@@ -252,8 +262,10 @@ def learned_from(batch: Batch, passes: Passes) -> np.ndarray:
 
 
 def load_of(batch: Batch, heard: np.ndarray, routed_N: np.ndarray, experts: int) -> np.ndarray:
-    """int64 [R, E]: how often each expert was chosen for a token that predicts one of `heard`. Rows of `routed_N` that
-    are UNKNOWN do not count."""
+    """int64 [R, E]: how often each expert was chosen for a token that predicts one of `heard`.
+
+    Rows of `routed_N` that are UNKNOWN do not count.
+    """
     # The experts of the place that predicts the token, whose hidden state its log-prob is read from.
     rows = routed_N[batch.source_M[heard]]
     chosen = [rows[:, r][rows[:, r] != UNKNOWN] for r in range(routed_N.shape[1])]
@@ -261,8 +273,11 @@ def load_of(batch: Batch, heard: np.ndarray, routed_N: np.ndarray, experts: int)
 
 
 def certain_load(batch: Batch, heard: np.ndarray, alone: RoutedPass, experts: int, dtype: str) -> np.ndarray:
-    """`load_of` the choices that the learner's routers make now, without those that rounding decides. `alone`: a pass
-    of the learner over the batch that follows no choices."""
+    """`load_of` the choices that the learner's routers make now, without those that rounding decides.
+
+    Args:
+        alone: a pass of the learner over the batch that follows no choices.
+    """
     # The least of the chosen logits leads all others by more than rounding.
     sure = alone.regret < -NEAR[dtype] * max(1.0, alone.scale)
     return load_of(batch, heard, np.where(sure[:, :, None], alone.own, UNKNOWN), experts)
@@ -299,9 +314,11 @@ def experts_moved(followed: Sequence[FollowedExpert], trained: Mapping[str, Any]
 
 
 class ExpertsCheck(Observer):
-    """Checks a mixture of experts whose engine records its routers' choices. The choices are the sampler's, the learner
-    follows them where it should, and routers and experts learn. It also reports the gauges of load, mismatch and
-    drift."""
+    """Checks a mixture of experts whose engine records its routers' choices.
+
+    The choices are the sampler's, the learner follows them where it should, and routers and experts learn. It also
+    reports the gauges of load, mismatch and drift.
+    """
 
     def __init__(self) -> None:
         self._tokens: StepTokens | None = None
@@ -388,8 +405,10 @@ def _certain(
 
 
 def _moves(roles: ReinforceRoles, share: float) -> Any:
-    """A function that gives the move of one number in the next optimizer step, as `experts_learn` asks for it. It gives
-    None where an optimizer's definition holds only for whole updates (`ExpectedUpdate.along`)."""
+    """A function that gives the move of one number in the next optimizer step, as `experts_learn` asks for it.
+
+    It gives None where an optimizer's definition holds only for whole updates (`ExpectedUpdate.along`).
+    """
     optimizer, config = roles.trainer.optimizer, roles.stage.optimizer
     norm = gradient_norm(optimizer, {n: p.grad for n, p in roles.trainer.trained().items() if p.grad is not None})
     # As in `StepGradients.of`: an optimizer from outside need not know of `share`.

@@ -180,8 +180,12 @@ class StepGradients:
 
     @classmethod
     def of(cls, optimizer: Any, config: Optimizer, share: float = 1.0) -> StepGradients:
-        """The gradients of the step that the optimizer is about to take. `config`: the stage's settings, whatever the
-        optimizer was built with. `share`: the share of the learning rate that the step uses."""
+        """The gradients of the step that the optimizer is about to take.
+
+        Args:
+            config: the stage's settings, whatever the optimizer was built with.
+            share: the share of the learning rate that the step uses.
+        """
         # An optimizer from outside need not know of `share`, so it is passed only where it is not 1.
         trained, share_argument = optimizer.trained(), {} if share == 1 else {"share": share}
         grads = {n: p.grad.detach() for n, p in trained.items() if p.grad is not None}
@@ -222,7 +226,12 @@ def may_be_rounded_away(move: float, weight: float) -> bool:
 
 def moved(handed: StepGradients, parameters: Mapping[str, Any], lr: float) -> Gauges:
     """An optimizer step changes every parameter with a gradient, if the update is larger than the parameter's rounding.
-    `parameters`: what the optimizer updates, after the step. `lr`: the learning rate of this step."""
+
+    Args:
+        handed: the gradients and expected updates of the step.
+        parameters: what the optimizer updates, after the step.
+        lr: the learning rate of this step.
+    """
     pushed = {n: top for n, top in handed.largest.items() if not may_be_rounded_away(top.move, top.weight)}
     still = [n for n, top in pushed.items() if float(parameters[n].detach().flatten()[top.index]) == top.weight]
     if still:
@@ -263,8 +272,12 @@ class Update(NamedTuple):
 
 
 def departure(handed: StepGradients, after: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> Update:
-    """The largest difference between a step and what was expected of it, over all elements that are checked. `after`:
-    what the optimizer updates, after the step. `state`: the optimizer's state after the step."""
+    """The largest difference between a step and what was expected of it, over all elements that are checked.
+
+    Args:
+        after: what the optimizer updates, after the step.
+        state: the optimizer's state after the step.
+    """
     worst = Update()
     for name, expected in handed.expected.items():
         # In float64 on the host: the difference of two float32 weights must not be rounded again.
@@ -289,7 +302,11 @@ def departure(handed: StepGradients, after: Mapping[str, torch.Tensor], state: M
 
 def _off(step: torch.Tensor, old: torch.Tensor, expected: ExpectedUpdate) -> float:
     """Distance of a step from the expected one, relative to the size of a full step, less what rounding explains.
-    `step`: float64, what the step added to the parameter. `old`: float64, the parameter before the step."""
+
+    Args:
+        step: float64, what the step added to the parameter.
+        old: float64, the parameter before the step.
+    """
     if expected.along:
         if not expected.size:
             return 0.0
@@ -322,8 +339,10 @@ def update_agrees(
 
 
 class UpdateCheck(Observer):
-    """Every parameter that matters gets a gradient and moves; a stage's first optimizer step is the configured one. A
-    step without credit may have nothing to check: the gradient of a KL term is 0 at the reference itself."""
+    """Every parameter that matters gets a gradient and moves; a stage's first optimizer step is the configured one.
+
+    A step without credit may have nothing to check: the gradient of a KL term is 0 at the reference itself.
+    """
 
     def __init__(self, *, moved: bool) -> None:
         self._moved = moved
@@ -355,8 +374,10 @@ class UpdateCheck(Observer):
         return None
 
     def _follow(self, roles: StageRoles[Any], handed: StepGradients, lr: float) -> Gauges:
-        """Compare a step with what was expected. Each of several ranks compares its own rows, and all get the same
-        gauges."""
+        """Compare a step with what was expected.
+
+        Each of several ranks compares its own rows, and all get the same gauges.
+        """
         # An error of one rank is raised on all: the others would wait at the next exchange.
         seen = merge(*of_every(roles.trainer.ranks, lambda: self._compare_rows(roles, handed, lr)))
         self._moved = self._moved or "canary/moved" in seen

@@ -95,8 +95,10 @@ def _clip(c: Any, t: PushInputs, cap: float | None) -> Factor:
 
 
 def _soft(c: Any, t: PushInputs) -> Factor:
-    """d/dlogp of 4 / tau s, where s = sigmoid(z) and z = tau (r - 1). It is 4 r s (1 - s) = r / cosh(z / 2)^2, since s
-    (1 - s) = 1 / (2 cosh(z / 2))^2."""
+    """d/dlogp of 4 / tau s, where s = sigmoid(z) and z = tau (r - 1).
+
+    It is 4 r s (1 - s) = r / cosh(z / 2)^2, since s (1 - s) = 1 / (2 cosh(z / 2))^2.
+    """
     # tau is the steepness for positive credit, tau_negative that for the rest.
     z = np.where(t.up, c.tau, c.tau_negative) * (t.r - 1)
     with np.errstate(over="ignore"):
@@ -112,9 +114,11 @@ def _geometric(c: Any, t: PushInputs) -> Factor:
 
 
 def _divergence(c: Any, t: PushInputs) -> Factor:
-    """min(r, cap), but 0 where the policy has moved too far and the step would lead further away. The distance is
-    between the policies at the anchor and at present, as distributions over two outcomes: the said token, and all
-    others."""
+    """min(r, cap), but 0 where the policy has moved too far and the step would lead further away.
+
+    The distance is between the policies at the anchor and at present, as distributions over two outcomes: the said
+    token, and all others.
+    """
     # The log-prob at the anchor, from the log-ratio.
     before, now = t.logp - t.x, t.logp
     far = np.abs(np.exp(before) - np.exp(now)) if c.measure == "tv" else _binary_kl(before, now)
@@ -337,8 +341,11 @@ def value_demand(value: Any, batch: Batch, value_M: np.ndarray) -> np.ndarray | 
 
 
 def _pull(pull: Any, batch: Batch, logp_M: np.ndarray, gap_M: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """(d pull / d logp, size of its terms) of each token, without its weight; None if it is not covered. `gap_M`: the
-    log-ratio to the anchor."""
+    """(d pull / d logp, size of its terms) of each token, without its weight; None if it is not covered.
+
+    Args:
+        gap_M: the log-ratio to the anchor.
+    """
     nothing = np.zeros(len(logp_M))
     if pull is None or _in_credit(pull):
         return nothing, nothing

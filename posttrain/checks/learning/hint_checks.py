@@ -47,8 +47,10 @@ def teacher_scores(recorded: np.ndarray, alone: np.ndarray, bound: Gap, task: st
 
 
 class HintCheck(Observer):
-    """A teacher that is shown a hint scored the policy's answers, each behind the prompt with its own hint. At `due`
-    steps a few answers are rendered and scored again, alone."""
+    """A teacher that is shown a hint scored the policy's answers, each behind the prompt with its own hint.
+
+    At `due` steps a few answers are rendered and scored again, alone.
+    """
 
     def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
         hint = roles.stage.algorithm.hint

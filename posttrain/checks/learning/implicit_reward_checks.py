@@ -114,9 +114,11 @@ def outcomes_agree(batch: Batch, groups: Sequence[ScoredGroup]) -> None:
 
 
 def expected_loss(answers: Sequence[Scored], beta: float, noise: float) -> tuple[float, float]:
-    """(mean cross entropy of the scores and the outcomes, how far off rounding may put it). The cross entropy changes
-    by at most `beta` for a change of 1 in a token's log-prob, so `noise` in each token's log-prob changes it by at most
-    beta * noise * tokens."""
+    """(mean cross entropy of the scores and the outcomes, how far off rounding may put it).
+
+    The cross entropy changes by at most `beta` for a change of 1 in a token's log-prob, so `noise` in each token's
+    log-prob changes it by at most beta * noise * tokens.
+    """
     losses: list[float] = []
     for s in answers:
         # log-odds of a right answer: beta times the sum of log-ratios over the whole answer.

@@ -1,6 +1,8 @@
-"""Checks that a loss has the gradients of its definition: before the first step, and at `due` steps. Before the first
-step it is tested on synthetic numbers, which are far off policy. A real first step is on policy, which would hide most
-mistakes. At `due` steps the gradients of the step's own minibatch are compared."""
+"""Checks that a loss has the gradients of its definition: before the first step, and at `due` steps.
+
+Before the first step it is tested on synthetic numbers, which are far off policy. A real first step is on policy, which
+would hide most mistakes. At `due` steps the gradients of the step's own minibatch are compared.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,10 @@ EPISODES, TOKENS = 6, 16
 
 def agrees_on_synthetic_batch(a: Algorithm) -> None:
     """On a synthetic batch the loss has the gradients of the algorithm's definition, if all its pieces are covered.
+
     Learner, start of the step, sampler and reference differ by up to a nat per token. Credit varies and has both signs.
-    So every bound of a trust region or a correction has tokens on both sides."""
+    So every bound of a trust region or a correction has tokens on both sides.
+    """
     batch, logp_M, value_M = _synthetic()
     points_uphill(a, batch, logp_M, value_M)
     on_policy = batch.having({MU: logp_M, START: logp_M})  # as every first step begins
@@ -57,9 +61,11 @@ def agrees_on_synthetic_batch(a: Algorithm) -> None:
 
 
 def points_uphill(a: Algorithm, batch: Batch, logp_M: np.ndarray, value_M: np.ndarray, least: int = 1) -> None:
-    """The policy term alone makes no token with credit > 0 less likely, and none with credit < 0 more likely. At least
-    `least` tokens must move with their credit. The factor of a trust region is never negative, so this holds for every
-    algorithm, covered by `demand` or not."""
+    """The policy term alone makes no token with credit > 0 less likely, and none with credit < 0 more likely.
+
+    At least `least` tokens must move with their credit. The factor of a trust region is never negative, so this holds
+    for every algorithm, covered by `demand` or not.
+    """
     clip = None if a.clip is None else a.clip.without_top()
     # All that may pull against the credit on purpose is taken out.
     out = dict.fromkeys(("pull", "entropy", "imitate", "distill", "hint", "tokens", "shown"), None)
@@ -171,9 +177,13 @@ def gradient_agrees(
     describe: Callable[[int], str],
     causes: str,
 ) -> Gauges:
-    """The gradient by each log-prob, over all micro-batches, is that which `define` computes from the log-probs [M]
-    (None: it does not cover the loss). For the message: `describe` has words about a spoken token by its place in the
-    batch, and `causes` the usual causes, that of a proportion of -1 first."""
+    """The gradient by each log-prob, over all micro-batches, is that which `define` computes from the log-probs.
+
+    Args:
+        define: the definition, from the log-probs [M]; it gives None where it does not cover the loss.
+        describe: words for the message about a spoken token, by its place in the batch.
+        causes: the end of the message, after "-1 is ": the usual causes, that of a proportion of -1 first.
+    """
     logp_M, asked_M = passes.joined(batch, passes.logp), passes.joined(batch, passes.logp_grad)
     if passes.stale_gradients:
         raise InvariantError(

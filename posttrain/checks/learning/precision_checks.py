@@ -25,9 +25,11 @@ BOUND = 0.1
 
 
 def gradient_of(learner: Learner, passes: Passes, names: list[str]) -> float:
-    """The norm of the gradient of these parameters, by a second backward pass; nan where it overflows. The pass starts
-    from the recorded d loss / d log-prob and d loss / d entropy. The gradients of the micro-batches are summed in
-    float64."""
+    """The norm of the gradient of these parameters, by a second backward pass; nan where it overflows.
+
+    The pass starts from the recorded d loss / d log-prob and d loss / d entropy. The gradients of the micro-batches are
+    summed in float64.
+    """
     parameters = learner.parameters()
     total: dict[str, torch.Tensor] = {}
     # In training mode, as the passes that are repeated were.
@@ -49,9 +51,11 @@ def gradient_of(learner: Learner, passes: Passes, names: list[str]) -> float:
 
 
 def of_all_ranks(learner: ShardedLearner, passes: Passes, trained: Mapping[str, torch.Tensor]) -> tuple[float, float]:
-    """Two norms over all ranks: of the gradient that the optimizers hold, and of that of a second backward pass. The
-    second pass is that of `gradient_of`. Every rank calls this with the passes of all ranks and computes a share of
-    them. A rank that has no share left still takes part in the exchanges."""
+    """Two norms over all ranks: of the gradient that the optimizers hold, and of that of a second backward pass.
+
+    The second pass is that of `gradient_of`. Every rank calls this with the passes of all ranks and computes a share of
+    them. A rank that has no share left still takes part in the exchanges.
+    """
     ranks, parameters = learner.ranks, learner.parameters()
     gradients = {n: p.grad for n, p in trained.items() if p.grad is not None}
     # This pass must leave the gradients of the step as they are.
@@ -86,15 +90,21 @@ def of_all_ranks(learner: ShardedLearner, passes: Passes, trained: Mapping[str, 
 
 
 def scale_was_checked(steps: Sequence[Step]) -> bool:
-    """Returns whether one of a stage's steps so far had a gradient that could be compared. A gradient of 0, or one that
-    overflows, cannot be compared."""
+    """Returns whether one of a stage's steps so far had a gradient that could be compared.
+
+    A gradient of 0, or one that overflows, cannot be compared.
+    """
     return any(GAP in s.gauges for s in steps)
 
 
 class ScaleCheck(Observer):
-    """In a stage whose loss is scaled, the optimizer holds the gradient of the loss itself. It is checked at the
-    stage's first step with a gradient. It costs a second backward pass of that step. A loss that reads values or
-    candidates is not checked: their gradients take other ways than through log-probs."""
+    """In a stage whose loss is scaled, the optimizer holds the gradient of the loss itself.
+
+    It is checked at the stage's first step with a gradient.
+
+    It costs a second backward pass of that step. A loss that reads values or candidates is not checked: their
+    gradients take other ways than through log-probs.
+    """
 
     def __init__(self, *, done: bool) -> None:
         self._done = done

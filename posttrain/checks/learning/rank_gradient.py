@@ -1,7 +1,8 @@
 """Checks of the gradient that several ranks have together: every parameter gets one, and ranks are summed exactly once.
+
 Two checks test the sum. `summed_once` moves the weights along the gradient and looks whether the log-probs change as
-the gradient says. `products_agree` computes the gradient of each linear layer from its inputs and from what comes
-back."""
+the gradient says. `products_agree` computes the gradient of each linear layer from its inputs and from what comes back.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +52,13 @@ def cotangent(logp: torch.Tensor) -> torch.Tensor:
 def silent_on_all_ranks(
     learner: ShardedLearner, packed: Packed, parameters: Mapping[str, Any], head: Mapping[str, Any]
 ) -> list[str]:
-    """Returns the names of the parameters of which no rank's rows get a gradient. Every rank calls it with the same
-    tokens and weighs its loss with 1 / ranks. Raises InvariantError: on every rank, where the value head gets no
-    gradient, or the gradients are not summed once."""
+    """Returns the names of the parameters of which no rank's rows get a gradient.
+
+    Every rank calls it with the same tokens and weighs its loss with 1 / ranks.
+
+    Raises:
+        InvariantError: on every rank, where the value head gets no gradient, or the gradients are not summed once.
+    """
     adapter = learner.policy.lora
     # PEFT treats the norm of DoRA as a constant. It moves with the weights, so their gradient is not exact.
     dora = adapter is not None and adapter.dora
@@ -129,8 +134,10 @@ def _take_gradients(parameters: Mapping[str, Any]) -> dict[str, Tensor]:
 @contextmanager
 def products(learner: ShardedLearner, parameters: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
     """While it is open, computes what the gradient of each linear layer must be, from what goes in and what comes back.
+
     The pass inside must be of the same tokens on every rank. The result has this rank's rows of each gradient, in
-    float64, times the number of ranks."""
+    float64, times the number of ranks.
+    """
     wanted, hooks = dict[str, Tensor](), list[Any]()
 
     # `turned`: the weight is [in, out], as that of Conv1D.

@@ -1,7 +1,9 @@
 """Checks that sampler, learner and reference agree on the same weights, and that rollouts hold what the engine sampled.
+
 The noise band is how far sampler and learner differ on the same weights by rounding. On policy, a ratio against the
 sampler is 1 plus this noise. A trust region or a correction that is narrower than the band clips tokens by their
-rounding, not because the policy moved. In bfloat16, GSPO's bounds 3e-4 / 4e-4 clipped 72 to 94 % of sequences."""
+rounding, not because the policy moved. In bfloat16, GSPO's bounds 3e-4 / 4e-4 clipped 72 to 94 % of sequences.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +42,15 @@ MOST = 0.01
 
 
 def noise_band(a: Algorithm, mu_M: np.ndarray, learner_M: np.ndarray, sequence_M: np.ndarray, dtype: str) -> Gauges:
-    """The noise band of a run at its first step, when both sides hold the same weights. ConfigError if a trust region
-    or a correction of `a` is narrower: if the noise alone clips more than `MOST` of the tokens. `mu_M`, `learner_M`:
-    log-probs of the same tokens by sampler and learner. `sequence_M`: the episode of each token, ascending."""
+    """The noise band of a run at its first step, when both sides hold the same weights.
+
+    ConfigError if a trust region or a correction of `a` is narrower: if the noise alone clips more than `MOST` of the
+    tokens.
+
+    Args:
+        mu_M, learner_M: log-probs of the same tokens by sampler and learner.
+        sequence_M: the episode of each token, ascending.
+    """
     if not len(mu_M):
         return {}
     # The log-ratio of learner to sampler, which would be 0 without rounding.
@@ -132,8 +140,10 @@ def reference_unmoved(reference: Reference) -> None:
 
 
 def keeps_caches(engine: object) -> bool:
-    """Returns whether turns go on under new weights over the caches of the old ones (engine.update=stale). Their tokens
-    then have log-probs of neither version. The gauge `engine/stale_gap` tells how far off these are."""
+    """Returns whether turns go on under new weights over the caches of the old ones (engine.update=stale).
+
+    Their tokens then have log-probs of neither version. The gauge `engine/stale_gap` tells how far off these are.
+    """
     return getattr(engine, "update", "") == "stale"
 
 
@@ -152,8 +162,10 @@ def no_distance_yet(
 
 
 def masks_cover_what_was_said(groups: Sequence[Group], said_tokens: int) -> None:
-    """The masks of a step's episodes cover exactly the tokens that the engine counted as sampled. Tokens of other seats
-    are in no mask; they are added to the count. What an opponent said is not this engine's."""
+    """The masks of a step's episodes cover exactly the tokens that the engine counted as sampled.
+
+    Tokens of other seats are in no mask; they are added to the count. What an opponent said is not this engine's.
+    """
     # What an opponent said, or a demonstration shows, this engine did not sample.
     played = [e for g in groups for e in (*g.episodes, *filter(None, [g.greedy])) if e.own]
     covered = sum(e.spoken for e in played) + sum(t.tokens for e in played for t in e.seats if t.policy)
@@ -167,9 +179,12 @@ def masks_cover_what_was_said(groups: Sequence[Group], said_tokens: int) -> None
 
 
 def said_by_these_weights(groups: Sequence[Group], promised: Sequence[int]) -> None:
-    """Every spoken token was said by one of the promised versions of the weights. The last promised version is the
-    learner's; it is the only one if samples may not be older than the learner. With `staleness=K` the promised versions
-    are those of the learner at the beginning of this step and of the K steps before it."""
+    """Every spoken token was said by one of the promised versions of the weights.
+
+    The last promised version is the learner's; it is the only one if samples may not be older than the learner. With
+    `staleness=K` the promised versions are those of the learner at the beginning of this step and of the K steps before
+    it.
+    """
     now, others = promised[-1], sorted({*promised[:-1]} - {promised[-1]})
     # Tokens of demonstrations and of opponents have marks in the place of a version.
     known = {*promised, SHOWN, OPPOSED}

@@ -67,8 +67,10 @@ class CheckedDraws:
 
 
 def look(episodes: Sequence[Episode], first: int) -> CheckedDraws | None:
-    """The first `PROBED` spoken tokens from episode `first` on; None if there are none. After the last episode of the
-    list the first one follows."""
+    """The first `PROBED` spoken tokens from episode `first` on; None if there are none.
+
+    After the last episode of the list the first one follows.
+    """
     chosen: list[tuple[Episode, Segment, int]] = []
     tokens_left, packed_tokens = PROBED, 0
     # Around the end of the list: which episode comes first depends on the step's number alone.
@@ -103,8 +105,10 @@ def beginning(s: Segment, spoken: int) -> Segment:
 
 
 def uniforms(draws: CheckedDraws, seed: int, stream: str) -> np.ndarray:
-    """float64 [M]: the uniform random number of each token's place. A place is (seed, stream, task, visit, sibling,
-    turn) and the position in the turn."""
+    """float64 [M]: the uniform random number of each token's place.
+
+    A place is (seed, stream, task, visit, sibling, turn) and the position in the turn.
+    """
     out = np.zeros(len(draws.at_M))
     for segment, e in enumerate(draws.episodes):
         # A turn has random numbers of its own, so a longer turn before it moves nothing.
@@ -147,8 +151,10 @@ def drawn_again(
 
 
 def _picks_another(odds: Odds, uniform_M: np.ndarray, apart: float) -> np.ndarray:
-    """bool [M]: whether the uniform picks another token even if log-probs differ by up to `apart`. Where a bound is NaN
-    it counts as another token."""
+    """bool [M]: whether the uniform picks another token even if log-probs differ by up to `apart`.
+
+    Where a bound is NaN it counts as another token.
+    """
     # F e^-d <= F' <= F e^d, and the same of 1 - F: near 0 the first is the narrower, near 1 the second.
     least = np.maximum(odds.below_M * math.exp(-apart), 1 - (1 - odds.below_M) * math.exp(apart))
     most = np.minimum(odds.upto_M * math.exp(apart), 1 - (1 - odds.upto_M) * math.exp(-apart))
@@ -157,9 +163,11 @@ def _picks_another(odds: Odds, uniform_M: np.ndarray, apart: float) -> np.ndarra
 
 @dataclass
 class Bet:
-    """Stakes that grow only if something is wrong, one for each alternative. Before the n-th factor, 1 / (n (n + 1)) is
-    added to each stake, so that a fault that starts late is found too. All that is ever added sums to 1. So the mean of
-    the stakes exceeds 1 / alpha with probability at most alpha."""
+    """Stakes that grow only if something is wrong, one for each alternative.
+
+    Before the n-th factor, 1 / (n (n + 1)) is added to each stake, so that a fault that starts late is found too. All
+    that is ever added sums to 1. So the mean of the stakes exceeds 1 / alpha with probability at most alpha.
+    """
 
     stakes: tuple[float, ...] = ()
     """Logarithms."""
@@ -226,10 +234,12 @@ def bet_on_draws(bet: Bet, odds: Odds, noise: float) -> Gauges:
 def bet_on_answers(
     bet: Bet, episodes: Sequence[Episode], first: int, odds: Callable[[Packed], Odds], noise: Callable[[Packed], float]
 ) -> Gauges:
-    """`bet_on_draws` on the tokens of `look`, up to the first episode in which a turn was cancelled. The tokens of that
-    turn are unknown, and they may be why it was cancelled: the time limit cuts long answers, not short ones. Leaving
-    such episodes or steps out would select tokens. So the stake is lost when `look` comes to such a turn. No factor is
-    smaller, so the mean stays at most 1 whichever turns are cancelled."""
+    """`bet_on_draws` on the tokens of `look`, up to the first episode in which a turn was cancelled.
+
+    The tokens of that turn are unknown, and they may be why it was cancelled: the time limit cuts long answers, not
+    short ones. Leaving such episodes or steps out would select tokens. So the stake is lost when `look` comes to such a
+    turn. No factor is smaller, so the mean stays at most 1 whichever turns are cancelled.
+    """
     in_order = (*episodes[first:], *episodes[:first])
     cut = next((i for i, e in enumerate(in_order) if e.cut), None)
     draws = look(in_order[:cut], 0)
@@ -270,9 +280,12 @@ def bet_on_siblings(bet: Bet, groups: Sequence[Group], noise: float) -> Gauges:
 
 
 class DrawsCheck(Observer):
-    """Draws are tested in the first 16 steps and in every eighth later one. Siblings are compared in every step. Where
-    samples may be older than the learner, draws are tested in the first step alone, and then by `ProbeCheck` and
-    `FreshCheck`. With oversampling nothing is bet: which answers are kept then depends on their lengths."""
+    """Draws are tested in the first 16 steps and in every eighth later one. Siblings are compared in every step.
+
+    Where samples may be older than the learner, draws are tested in the first step alone, and then by `ProbeCheck` and
+    `FreshCheck`.
+    With oversampling nothing is bet: which answers are kept then depends on their lengths.
+    """
 
     def __init__(self, bets: Bets) -> None:
         self._bets = bets
@@ -292,8 +305,10 @@ class DrawsCheck(Observer):
         return None
 
     def _test(self, roles: ReinforceRoles, e: Experience) -> Gauges:
-        """Test draws of the first groups, whose number is fixed. How many further groups are played, and which ones
-        pass the filter, depends on the answers."""
+        """Test draws of the first groups, whose number is fixed.
+
+        How many further groups are played, and which ones pass the filter, depends on the answers.
+        """
         if roles.stage.oversample and not roles.sync.sampler.draws_by_place:
             return {}
         episodes = [x for g in e.played[: roles.stage.prompts] for x in g.episodes]
@@ -307,8 +322,11 @@ def looked_at(index: int) -> bool:
 
 
 def draws_are_true(roles: ReinforceRoles, bets: Bets, episodes: Sequence[Episode], first: int, stream: str) -> Gauges:
-    """Test draws of the learner's own weights, from episode `first` on. Draws are repeated, or bet on where the engine
-    does not draw by place. `stream` is that of the episodes' random numbers."""
+    """Test draws of the learner's own weights, from episode `first` on.
+
+    Draws are repeated, or bet on where the engine does not draw by place. `stream` is that of the episodes' random
+    numbers.
+    """
     dtype, learner = roles.run.model.dtype, as_sampled(roles.learner)
     if roles.sync.sampler.draws_by_place:
         if (draws := look(episodes, first)) is None:

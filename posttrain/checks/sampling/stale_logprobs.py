@@ -1,7 +1,9 @@
-"""Checks that tokens that were said ahead of the updates have the log-probs of the weights that said them. A sample is
-learned from when its weights are gone. But there is a moment at which both sides still hold them: between a push and
-the next optimizer step. What has been said since the push, in groups of this step or of later ones that wait in the
-queue, is compared with the learner then. `AheadCheck` sees that it does not change until it is learned from."""
+"""Checks that tokens that were said ahead of the updates have the log-probs of the weights that said them.
+
+A sample is learned from when its weights are gone. But there is a moment at which both sides still hold them: between
+a push and the next optimizer step. What has been said since the push, in groups of this step or of later ones that wait
+in the queue, is compared with the learner then. `AheadCheck` sees that it does not change until it is learned from.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,10 @@ def fresh_segments(groups: Sequence[Group], version: int, stale: bool = False) -
 
 
 def start_is_the_learner(batch: Batch, learner_M: np.ndarray, dtype: str, exact: Exact) -> None:
-    """The stream `START`, which a proximal ratio divides by, has the learner's own log-probs. It is called before the
-    step's first optimizer step."""
+    """The stream `START`, which a proximal ratio divides by, has the learner's own log-probs.
+
+    It is called before the step's first optimizer step.
+    """
     gap = Gap.of(batch[START], learner_M)
     bound = allowed(dtype, gap, learner_M, exact, batch.sampling.temperature)
     if not gap.within(bound):
@@ -62,8 +66,10 @@ def start_is_the_learner(batch: Batch, learner_M: np.ndarray, dtype: str, exact:
 
 
 class FreshCheck(Observer):
-    """Tokens of groups asked ahead agree with the learner while it still has the weights that said them; draws too. In
-    the first 16 steps and in every eighth later one, and wherever a turn went on under new weights."""
+    """Tokens of groups asked ahead agree with the learner while it still has the weights that said them; draws too.
+
+    In the first 16 steps and in every eighth later one, and wherever a turn went on under new weights.
+    """
 
     def __init__(self, bets: Bets) -> None:
         self._bets = bets
@@ -123,9 +129,11 @@ PROBE = Task("probe of the checks", "")
 
 
 class ProbeCheck(Observer):
-    """Samples a few turns after each push, and compares them with the learner before its weights change again. The
-    learner does not wait for them, so where the engine is busy a step may pass without. With `deterministic=true` it
-    waits, because what a run computes may not depend on time."""
+    """Samples a few turns after each push, and compares them with the learner before its weights change again.
+
+    The learner does not wait for them, so where the engine is busy a step may pass without. With `deterministic=true`
+    it waits, because what a run computes may not depend on time.
+    """
 
     def __init__(self, bets: Bets) -> None:
         self._bets = bets

@@ -1,6 +1,8 @@
 """Checks of groups that are asked ahead of the updates: they come in order, are as old as they say, and do not change.
+
 Groups that are learned from again (replay) are checked too. Every check is exact: nothing in it is left to chance. The
-checks also hold without staleness, where they say less."""
+checks also hold without staleness, where they say less.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,11 @@ ORDER = "prompt-order"
 
 
 def next_of_the_walk(played: Sequence[Group], begin: int, source: TaskSource, seed: int) -> None:
-    """The groups of a step are the next ones of the walk through the prompts: none is lost, doubled or overtaken. The
-    walk is computed again from the seed and the number of prompts before it. A curriculum has a walk of its own, which
-    this says nothing of."""
+    """The groups of a step are the next ones of the walk through the prompts: none is lost, doubled or overtaken.
+
+    The walk is computed again from the seed and the number of prompts before it. A curriculum has a walk of its own,
+    which this says nothing of.
+    """
     count, order = source.count, dict[int, np.ndarray]()
     for place, g in enumerate(played, begin):
         visit, index = 0, place
@@ -66,8 +70,11 @@ def asks_on(asked: int, cursor: int) -> None:
 
 
 def promised_as_begun(promised: Sequence[int], begun: Sequence[int]) -> None:
-    """The versions that samples may have are those of the learner at the beginning of the last steps. `begun`: the
-    versions at the beginning of the steps that this check has seen, oldest first. There may be fewer."""
+    """The versions that samples may have are those of the learner at the beginning of the last steps.
+
+    Args:
+        begun: the versions at the beginning of the steps that this check has seen, oldest first. There may be fewer.
+    """
     n = min(len(promised), len(begun))
     # What this check has not seen (steps before a resumed run) cannot be compared: only the common end is.
     if list(promised)[len(promised) - n :] != list(begun)[len(begun) - n :]:
@@ -79,9 +86,12 @@ def promised_as_begun(promised: Sequence[int], begun: Sequence[int]) -> None:
 
 
 def as_old_as_asked(played: Sequence[Group], asked: Sequence[int], exactly: bool) -> None:
-    """No token of a group is older than the weights that the sampler had when the group was to be asked. `asked`: the
-    sampler's version when each group was to be asked. `exactly`: `deterministic=true` promises that all tokens of the
-    group are of this version."""
+    """No token of a group is older than the weights that the sampler had when the group was to be asked.
+
+    Args:
+        asked: the sampler's version when each group was to be asked.
+        exactly: `deterministic=true` promises that all tokens of the group are of this version.
+    """
     for g, version in zip(played, asked, strict=False):
         versions = _own_versions(g)
         if len(versions) and (versions.min() < version or (exactly and versions.max() > version)):
@@ -93,8 +103,12 @@ def as_old_as_asked(played: Sequence[Group], asked: Sequence[int], exactly: bool
 
 
 def asked_within_bound(waiting: int, staleness: int, prompts: int, left: int) -> None:
-    """No more groups are asked ahead than `staleness` further steps will take. `waiting`: groups that were asked and
-    that no step has taken. `left`: steps of the stage after this one."""
+    """No more groups are asked ahead than `staleness` further steps will take.
+
+    Args:
+        waiting: groups that were asked and that no step has taken.
+        left: steps of the stage after this one.
+    """
     # Near the end fewer steps are left to take what waits.
     if waiting > (most := min(staleness, left) * prompts):
         raise InvariantError(
@@ -105,9 +119,12 @@ def asked_within_bound(waiting: int, staleness: int, prompts: int, left: int) ->
 
 
 def versions_only_grow(groups: Sequence[Group], drained: bool, whole: bool) -> None:
-    """In an episode each token is said by the same weights as the one before it, or by newer ones. `drained`: new
-    weights wait for turns that were begun, so a turn has one version. `whole`: they wait for groups that were asked, so
-    a group has one."""
+    """In an episode each token is said by the same weights as the one before it, or by newer ones.
+
+    Args:
+        drained: new weights wait for turns that were begun, so a turn has one version.
+        whole: they wait for groups that were asked, so a group has one.
+    """
     for g in groups:
         versions = _own_versions(g)
         if whole and len(set(versions.tolist())) > 1:
@@ -156,9 +173,12 @@ def ages_as_stamped(recorded: Mapping[str, Gauge], versions: np.ndarray, promise
 
 
 def pushed_between_steps(before: int, now: int, pushed: int | None, where: str) -> None:
-    """The sampler gets new weights at the end of a step only, and then the learner's newest. `before`: the sampler's
-    version when the step's groups had been taken. `pushed`: the learner's version, once it was due to be pushed. None:
-    nothing was due yet."""
+    """The sampler gets new weights at the end of a step only, and then the learner's newest.
+
+    Args:
+        before: the sampler's version when the step's groups had been taken.
+        pushed: the learner's version, once it was due to be pushed. None: nothing was due yet.
+    """
     if now != (before if pushed is None else pushed):
         raise InvariantError(
             f"{where} the sampler has version {now}, and it should have {before if pushed is None else pushed}."
@@ -180,7 +200,10 @@ def digest_of(group: Group) -> str:
 
 def unchanged_in_the_queue(known: Mapping[str, str], groups: Sequence[Group]) -> None:
     """A group that waited in the queue, or in a checkpoint, has the tokens, log-probs and versions that it ended with.
-    `known`: `digest_of` when it had ended, by `name_of`."""
+
+    Args:
+        known: `digest_of` when it had ended, by `name_of`.
+    """
     for g in groups:
         # A group that is not known yet has ended since the last look, and cannot be compared.
         if known.get(name_of(g), now := digest_of(g)) != now:
@@ -193,7 +216,10 @@ def unchanged_in_the_queue(known: Mapping[str, str], groups: Sequence[Group]) ->
 
 def learned_before(replayed: Sequence[Group], learned: Mapping[str, tuple[str, int]], step: int, age: int) -> None:
     """Groups that a step learns from again were learned from at most `age` steps ago, and have not changed since.
-    `learned`: (`digest_of`, step) of each group that was learned from, by `name_of`."""
+
+    Args:
+        learned: (`digest_of`, step) of each group that was learned from, by `name_of`.
+    """
     names = [name_of(g) for g in replayed]
     if twice := sorted({n for n in names if names.count(n) > 1}):
         raise InvariantError(f"step {step} replays group {twice[0]!r} twice: a sample counts once in a minibatch")
@@ -213,8 +239,10 @@ def name_of(g: Group) -> str:
 
 
 class AheadCheck(Observer):
-    """Groups are the next ones of the walk, unchanged, as old as their versions say and as the bound allows. Weights
-    are pushed between steps."""
+    """Groups are the next ones of the walk, unchanged, as old as their versions say and as the bound allows.
+
+    Weights are pushed between steps.
+    """
 
     def __init__(self, kept: Mapping[str, Any] | None) -> None:
         """`kept`: what a checkpoint inside the stage stored of this check; None at the beginning of a stage."""

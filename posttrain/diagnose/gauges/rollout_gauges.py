@@ -39,8 +39,10 @@ def components(episodes: Sequence[Episode]) -> Gauges:
 
 
 def ages(behind: np.ndarray, most: int) -> Gauges:
-    """Gauges of by how many steps each token is older than the weights that learn from it. They are the mean and, where
-    samples may be up to `most` steps older, the largest and the share of each number."""
+    """Gauges of by how many steps each token is older than the weights that learn from it.
+
+    They are the mean and, where samples may be up to `most` steps older, the largest and the share of each number.
+    """
     out = {"rollout/versions_behind": Gauge.of(behind)}
     if not most or not len(behind):
         return out
@@ -60,8 +62,10 @@ def _lengths(credit: Credit, experience: Experience) -> Gauge:
 
 
 def _solved(episodes: Sequence[Episode]) -> Gauge:
-    """The share of right answers. An answer's figure is what is measured, or its reward where nothing is. Nothing is
-    counted where outcomes are grades and no right one is named: rules that read it are about pass and fail."""
+    """The share of right answers. An answer's figure is what is measured, or its reward where nothing is.
+
+    Nothing is counted where outcomes are grades and no right one is named: rules that read it are about pass and fail.
+    """
     judged = [e for e in episodes if e.figure is not None]
     right = judged[0].right if judged else Right()
     # Outcomes that are not all 0 and 1 have no share of right ones, unless the user names what is right.
@@ -112,8 +116,10 @@ def rollout_gauges(experience: Experience, credit: Credit) -> Gauges:
 
 
 def unjudged_words(played: Sequence[Group]) -> str:
-    """Returns in words which episodes could not be judged and why; '' where all were judged. For example "2 failed:
-    mine: raised x 2 (line 3: ...). 1 abstained: no source gave a score"."""
+    """Returns in words which episodes could not be judged and why; '' where all were judged.
+
+    For example "2 failed: mine: raised x 2 (line 3: ...). 1 abstained: no source gave a score".
+    """
     episodes = [e for g in played for e in g.episodes]
     broken = [failed(e.verdicts) or figure_failed(e.verdicts) for e in episodes]
     # What is measured has a figure even where no reward is paid.

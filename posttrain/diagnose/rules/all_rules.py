@@ -1,8 +1,10 @@
-"""Rules that are tested during a run: a condition on the gauges of the last steps, its meaning, and what to do. The
-findings become notes of a step. A rule warns and never stops a run, because it reads symptoms. What must never happen
-is a canary (`posttrain.checks`). Rules about the size of updates are in `policy_rules`, rules about rewards and answers
-in `reward_rules`, rules about rounds of rejection sampling in `round_rules`. This module has those about broken
-machinery, and `findings` asks all of them."""
+"""Rules that are tested during a run: a condition on the gauges of the last steps, its meaning, and what to do.
+
+The findings become notes of a step. A rule warns and never stops a run, because it reads symptoms. What must never
+happen is a canary (`posttrain.checks`). Rules about the size of updates are in `policy_rules`, rules about rewards and
+answers in `reward_rules`, rules about rounds of rejection sampling in `round_rules`. This module has those about broken
+machinery, and `findings` asks all of them.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,10 @@ def findings(history: Sequence[Step], stage: Reinforce | Rejection | OnlinePrefe
 
 
 def _still(steps: Sequence[Step]) -> bool:
-    """Returns whether these steps were measured and changed nothing that the policy says. A policy that is certain of
-    every token, as under top_k=1, does not change, while its values may still learn."""
+    """Returns whether these steps were measured and changed nothing that the policy says.
+
+    A policy that is certain of every token, as under top_k=1, does not change, while its values may still learn.
+    """
     # Where it was not measured nothing is known, so it does not count as still.
     return not any(known(steps, "policy/kl_step") or (1.0,))
 

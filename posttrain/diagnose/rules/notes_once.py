@@ -17,8 +17,10 @@ WORDS = 60
 
 
 def kind_of(note: str) -> str:
-    """The name of the rule that a note comes from. For other notes it is their words, without numbers and without what
-    stands in brackets."""
+    """The name of the rule that a note comes from.
+
+    For other notes it is their words, without numbers and without what stands in brackets.
+    """
     if note.startswith(RULE):
         return note.removeprefix(RULE).partition(":")[0]
     # Numbers and brackets change from step to step; the words around them are the kind.
@@ -95,7 +97,9 @@ class SaidOnce:
         return new_notes
 
     def take_counts(self) -> list[str]:
-        """A line for each kind of note that held at more than one step since the last call. Findings of rules are left
-        out: the report of the run lists them with their steps."""
+        """A line for each kind of note that held at more than one step since the last call.
+
+        Findings of rules are left out: the report of the run lists them with their steps.
+        """
         seen, self._seen = self._seen, []
         return [n.count for n in notes_of(seen) if len(n.steps) > 1 and not n.rule]

@@ -306,9 +306,11 @@ def reward_is_flat(history: Sequence[Step], stage: Reinforce) -> str:
 
 
 def _level(history: Sequence[Step], reward: Trend) -> float:
-    """Returns the size with which the error of a change of the reward is compared. For rewards in [0, 1] it is the
-    reward itself, but at most two standard deviations. For others it is two standard deviations, which is about the
-    mean of a share."""
+    """Returns the size with which the error of a change of the reward is compared.
+
+    For rewards in [0, 1] it is the reward itself, but at most two standard deviations. For others it is two standard
+    deviations, which is about the mean of a share.
+    """
     # Rewards below 0 or above 1 have no zero to hold an error against.
     highest = max(abs(reward.before), abs(reward.after))
     spread = 2 * scale(history, "rollout/reward", highest)
@@ -316,8 +318,10 @@ def _level(history: Sequence[Step], reward: Trend) -> float:
 
 
 def causes(history: Sequence[Step], stage: Reinforce) -> list[str]:
-    """Returns the reasons why the reward may not rise, by the gauges of the last eight steps, the likeliest first. Each
-    says what to change."""
+    """Returns the reasons why the reward may not rise, by the gauges of the last eight steps, the likeliest first.
+
+    Each says what to change.
+    """
     # The last eight steps: what is wrong now, and not what the stage began with.
     gauges = {
         n: average(known(history[-8:], n))

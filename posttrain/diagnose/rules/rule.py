@@ -72,8 +72,10 @@ def known(steps: Sequence[Step], name: str) -> list[float]:
 
 
 def graded(history: Sequence[Step]) -> bool:
-    """Returns whether the rewards of these steps are grades (`core.measure.right`). They are if some step has a reward
-    and no share of right answers."""
+    """Returns whether the rewards of these steps are grades (`core.measure.right`).
+
+    They are if some step has a reward and no share of right answers.
+    """
     return any(mean(s, "rollout/reward") is not None and mean(s, "rollout/solved") is None for s in history)
 
 
@@ -95,9 +97,11 @@ def average(values: Sequence[float]) -> float:
 
 
 def scale(history: Sequence[Step], name: str, was: float) -> float:
-    """Returns the size with which a change of this gauge is compared. For a share of right answers it is the earlier
-    value `was`. Grades have no zero that means something, so for them it is the standard deviation of single values:
-    from the gauge NAME_std, or from the scatter of the steps' means."""
+    """Returns the size with which a change of this gauge is compared.
+
+    For a share of right answers it is the earlier value `was`. Grades have no zero that means something, so for them it
+    is the standard deviation of single values: from the gauge NAME_std, or from the scatter of the steps' means.
+    """
     values = known(history, name)
     shares = all(0 <= x <= 1 for x in values)
     # Of a share 0 means that nothing is right, so a change can be held against the share itself.
@@ -124,8 +128,10 @@ def scatter(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Trend:
-    """The change of a gauge from the first third of some steps to the last third. It has the means of both thirds, and
-    the standard error of their difference."""
+    """The change of a gauge from the first third of some steps to the last third.
+
+    It has the means of both thirds, and the standard error of their difference.
+    """
 
     before: float
     after: float

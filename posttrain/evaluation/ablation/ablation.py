@@ -1,7 +1,9 @@
-"""Compare algorithms on a run's recorded batches: the gradient that each gives on the same samples. The episodes of a
-step are read, grouped, scored, credited, packed and differentiated exactly as in the run. There is no optimizer step;
-the gradients are compared instead. Algorithms that the record cannot evaluate are listed with the reason. The run
-folder is not changed."""
+"""Compare algorithms on a run's recorded batches: the gradient that each gives on the same samples.
+
+The episodes of a step are read, grouped, scored, credited, packed and differentiated exactly as in the run. There is no
+optimizer step; the gradients are compared instead. Algorithms that the record cannot evaluate are listed with the
+reason. The run folder is not changed.
+"""
 
 from __future__ import annotations
 
@@ -257,8 +259,10 @@ class _Step:
         return a is self.own and self.warming
 
     def _ema(self, a: Algorithm) -> tuple[float, Mapping[str, float]]:
-        """The moving baselines before this step: of all tasks, and of each source. They are from the checkpoint, or
-        recomputed from all earlier recorded steps."""
+        """The moving baselines before this step: of all tasks, and of each source.
+
+        They are from the checkpoint, or recomputed from all earlier recorded steps.
+        """
         if not a.baseline.moving or (a is self.own and self.remembered):
             return self.memory.ema, self.memory.emas
         # A moving baseline is replayed from the first step on, because each step moved it.

@@ -90,8 +90,10 @@ def _steps(folder: Path, stage: Reinforce) -> list[int]:
 
 
 def recorded_step(folder: Path, run: Run, stage: Reinforce, index: int | None, checkpoint: str | None) -> RecordedStep:
-    """One step with its episodes and weights. Without `index` it is the last step whose starting weights are in the
-    folder, or else the last step."""
+    """One step with its episodes and weights.
+
+    Without `index` it is the last step whose starting weights are in the folder, or else the last step.
+    """
     if not (steps := _steps(folder, stage)):
         why = f"stage {stage.name} has taken no step yet"
         if not run.record_episodes:
@@ -174,8 +176,12 @@ def _named(folder: Path, known: Sequence[Weights], name: str) -> Weights:
 
 
 def rebuild(records: Sequence[Recorded], *, shown: bool, top: int) -> tuple[Group, ...]:
-    """The step's groups as the rollout returned them. `shown`: keep demonstrated siblings. `top`: how many of the
-    sampler's most probable tokens to keep per token."""
+    """The step's groups as the rollout returned them.
+
+    Args:
+        shown: keep demonstrated siblings.
+        top: how many of the sampler's most probable tokens to keep per token.
+    """
     groups: list[Group] = []
     for _, of_prompt in groupby((r.episode for r in records), key=lambda e: (e.task.id, e.visit)):
         episodes = list(of_prompt)

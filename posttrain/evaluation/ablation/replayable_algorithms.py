@@ -34,8 +34,10 @@ class RecordedFacts:
         }
 
     def lacks(self, a: Algorithm) -> str:
-        """Returns the reason why this record cannot evaluate `a`; '' where it can. The reason names the setting that a
-        run would have needed."""
+        """Returns the reason why this record cannot evaluate `a`; '' where it can.
+
+        The reason names the setting that a run would have needed.
+        """
         if a.learns_values is not None and not self.values:
             return f"reads values, and {self.own.name} trained none: only a run of an algorithm with values has them"
         if "implicit" in a.reads:

@@ -1,6 +1,8 @@
 """Checks that the exported model is the trained one: it is read back with plain transformers and compared with the run.
+
 The run's side ("ours") is the policy with the weights of the checkpoint, computed by the learner. The other side
-("theirs") is the model that any user gets from the files. All differences are collected; the error names the first."""
+("theirs") is the model that any user gets from the files. All differences are collected; the error names the first.
+"""
 
 from __future__ import annotations
 
@@ -67,8 +69,11 @@ class ExportedRun:
 
 
 def check_memory(policy: Policy) -> int:
-    """Bytes of the second copy of the weights that the comparison needs. Raises ConfigError: there is no room for
-    it."""
+    """Bytes of the second copy of the weights that the comparison needs.
+
+    Raises:
+        ConfigError: there is no room for it.
+    """
     needed = sum(t.numel() * t.element_size() for _, t in named_tensors(policy.module))
     free = {"main memory": free_memory()}
     if policy.device.type == "cuda":
@@ -85,8 +90,14 @@ def check_memory(policy: Policy) -> int:
 
 
 def certify(learner: HFLearner, exported: ExportedRun, written: Path) -> ExportCertificate:
-    """Read a written directory back and compare it with the policy that it was written from. `learner`: it holds all
-    that the checkpoint does: the value head too. Raises DataError: it cannot be read back at all."""
+    """Read a written directory back and compare it with the policy that it was written from.
+
+    Args:
+        learner: it holds all that the checkpoint does: the value head too.
+
+    Raises:
+        DataError: it cannot be read back at all.
+    """
     began, policy = time.perf_counter(), learner.policy
     reread = reload(written, policy, exported.base)
     comparable = _comparable(policy, reread, bool(exported.base))
@@ -236,9 +247,14 @@ def _comparable(policy: Policy, reread: ReloadedModel, alone: bool) -> Policy:
 
 
 def _same_weights(policy: Policy, reread: ReloadedModel, alone: bool) -> ExportComparison:
-    """The tensors that were read back are those of the policy, bit for bit. Where an adapter was merged, the layers
-    with an adapter must compute what they computed unmerged, up to rounding, and all other tensors must be equal.
-    `alone`: whether an adapter was written alone."""
+    """The tensors that were read back are those of the policy, bit for bit.
+
+    Where an adapter was merged, the layers with an adapter must compute what they computed unmerged, up to rounding,
+    and all other tensors must be equal.
+
+    Args:
+        alone: whether an adapter was written alone.
+    """
     theirs = dict(named_tensors(reread.inner))
     # Without a merge nothing was computed, so every bit must be the same.
     if policy.lora is None or alone:
@@ -271,8 +287,11 @@ def _equal_tensors(what: str, ours: Mapping[str, torch.Tensor], theirs: Mapping[
 def _same_words(
     policy: Policy, learner: HFLearner, reread: ReloadedModel, prompts: Sequence[ComparedPrompt]
 ) -> list[ExportComparison]:
-    """Compares greedy answers and log-probs. The answers are those of the model that was read back. The run gives the
-    same answer if, after each beginning of it, the run's most probable token is the next token of the answer."""
+    """Compares greedy answers and log-probs.
+
+    The answers are those of the model that was read back. The run gives the same answer if, after each beginning of it,
+    the run's most probable token is the next token of the answer.
+    """
     # An answer has at least one token, and at most half of the context.
     most = max(1, min(ANSWER, policy.context // 2))
     # The last tokens of a long prompt: the answer must fit behind them.
@@ -315,9 +334,14 @@ def _same_answers(
     stop_ids: Sequence[int],
     bound: float,
 ) -> ExportComparison:
-    """The greedy answers are the run's, token by token. Where two tokens are equally probable up to rounding, either
-    may be said. These are counted as `ties`. `packed`: the prompts with their answers. `bound`: nats by which rounding
-    may change the difference of two log-probs."""
+    """The greedy answers are the run's, token by token.
+
+    Where two tokens are equally probable up to rounding, either may be said. These are counted as `ties`.
+
+    Args:
+        packed: the prompts with their answers.
+        bound: nats by which rounding may change the difference of two log-probs.
+    """
     # One pass gives the most probable token after every beginning of the answer, so nothing is generated here.
     top, logp = learner.top(packed, 1), learner.score(packed)
     compared, unlike, ties, at = 0, "", 0, 0

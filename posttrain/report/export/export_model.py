@@ -1,6 +1,8 @@
-"""Writes a run's weights as a directory that other programs read. Nobody can use it before it is certified. Everything
-is written into a hidden folder inside the target, read back, and compared with the run. Only then are the files moved
-into the target, the certificate last. Where something differs, only `certificate.failed.json` is left."""
+"""Writes a run's weights as a directory that other programs read. Nobody can use it before it is certified.
+
+Everything is written into a hidden folder inside the target, read back, and compared with the run. Only then are the
+files moved into the target, the certificate last. Where something differs, only `certificate.failed.json` is left.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +49,18 @@ class ExportChoice:
 
 
 def export_to(source: Path, target: Path, name: str, choice: ExportChoice) -> ExportCertificate:
-    """Write an export of a run folder, certify it, and move it into place. `name`: of the model, for its card. Raises
-    InvariantError (what was written differs from the run), ConfigError (no memory for the comparison) or RunFolderError
-    (the disk is full, or the record of the run does not fit its files)."""
+    """Write an export, certify it, and move it into place.
+
+    Args:
+        source: the run folder.
+        target: the folder that is written.
+        name: of the model, for its card.
+
+    Raises:
+        InvariantError: what was written differs from the run; the message names the first difference.
+        ConfigError: there is no memory for the comparison.
+        RunFolderError: the disk is full, or the record of the run does not fit its files.
+    """
     # Verified here: a damaged checkpoint is not exported.
     checkpoint, file = find(source, choice.checkpoint), run_file(source)
     # The lineage (which model came from which) is checked before anything is written.
@@ -125,9 +136,13 @@ def _placed(
     write: Callable[[Path], ExportCertificate],
     card: Callable[[tuple[LineageLink, ...]], str],
 ) -> ExportCertificate:
-    """Write into a hidden folder, and move the files into the target if the certificate passes. `links`: the lineage of
-    the weights, up to the checkpoint. `write` fills a folder and returns its certificate; after it `card` makes the
-    README from the lineage."""
+    """Write into a hidden folder, and move the files into the target if the certificate passes.
+
+    Args:
+        links: the lineage of the weights, up to the checkpoint.
+        write: fills a folder and returns its certificate.
+        card: makes the README from the lineage. It is called after `write`.
+    """
     target.mkdir(parents=True, exist_ok=True)
     # A refusal of an earlier attempt says nothing about this one.
     _remove(target / FAILED)

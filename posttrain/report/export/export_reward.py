@@ -1,7 +1,9 @@
-"""Checks that an exported reward model gives the scores of its run, and writes its README. The model is read back and
-compared. A last-token head with one output is read by transformers' own sequence classification, in a batch that is
-padded on the right and in one that is padded on the left. Other heads are read by this library, because only it knows
-their form."""
+"""Checks that an exported reward model gives the scores of its run, and writes its README.
+
+The model is read back and compared. A last-token head with one output is read by transformers' own sequence
+classification, in a batch that is padded on the right and in one that is padded on the left. Other heads are read by
+this library, because only it knows their form.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,14 @@ because transformers holds the head in them too."""
 
 
 def certify_scores(policy: Policy, written: Path, made: str, identity: str, checkpoint: str) -> ExportCertificate:
-    """Read a written reward model back and compare its scores with those of the policy's own head. `made`: what was
-    written, for the certificate. Raises DataError: it cannot be read back at all."""
+    """Read a written reward model back and compare its scores with those of the policy's own head.
+
+    Args:
+        made: what was written, for the certificate.
+
+    Raises:
+        DataError: it cannot be read back at all.
+    """
     began = time.perf_counter()
     packed = Packed.of(segments := sequences(policy))
     ours = HFLearner(policy).rewards(packed).astype(np.float64)
@@ -100,8 +108,10 @@ def sequences(policy: Policy) -> list[Segment]:
 
 @torch.no_grad()
 def _by_transformers(written: Path, segments: list[Segment], policy: Policy) -> tuple[Any, dict[str, np.ndarray]]:
-    """(the model, its scores by the side of the padding). Models that take positions get those that the tokens have
-    without padding."""
+    """(the model, its scores by the side of the padding).
+
+    Models that take positions get those that the tokens have without padding.
+    """
     with quiet():
         module: Any = AutoModelForSequenceClassification.from_pretrained(written, dtype=policy.dtype)
         tokenizer: Any = AutoTokenizer.from_pretrained(written)

@@ -57,8 +57,11 @@ def endpoint() -> str:
 
 
 def push(folder: Path, target: str | Path, *, private: bool = True, message: str = "Upload by posttrain") -> str:
-    """Upload the folder as one commit, into a repository that is made if there is none. Returns its address. Raises
-    DataError: the hub refuses it or cannot be reached; the message says what to change."""
+    """Upload the folder as one commit, into a repository that is made if there is none. Returns its address.
+
+    Raises:
+        DataError: the hub refuses it or cannot be reached; the message says what to change.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -95,8 +98,10 @@ def _refused(name: str, error: Any) -> str:
 
 
 def _unreachable(address: str) -> str:
-    """Returns the reason why no connection to the hub can be made within `SECONDS`; '' where one can. Nothing is tried
-    where a proxy is set."""
+    """Returns the reason why no connection to the hub can be made within `SECONDS`; '' where one can.
+
+    Nothing is tried where a proxy is set.
+    """
     # Behind a proxy a direct connection fails although a push would work.
     if any(os.environ.get(n) or os.environ.get(n.lower()) for n in ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY")):
         return ""

@@ -1,6 +1,8 @@
 """The model card of an exported model: where its weights come from, what was measured of them, and how to repeat it.
+
 Everything in it is read from the run folder. Names and settings of a folder may be a stranger's. So they are written as
-code spans, JSON and code blocks, and nothing in them is read as Markdown, HTML or YAML."""
+code spans, JSON and code blocks, and nothing in them is read as Markdown, HTML or YAML.
+"""
 
 from __future__ import annotations
 
@@ -58,9 +60,12 @@ FEW_BITS = (
 def model_card(
     folder: Path, checkpoint: Checkpoint, name: str, *, ema: bool = False, links: Sequence[LineageLink] = ()
 ) -> str:
-    """The README.md of the model that a checkpoint of a run folder holds. `ema`: whether the model has the moving
-    averages of the weights. Then measurements of the weights are left out. `links`: those of the lineage record beside
-    the card."""
+    """The README.md of the model that a checkpoint of a run folder holds.
+
+    Args:
+        ema: whether the model has the moving averages of the weights. Then measurements of the weights are left out.
+        links: those of the lineage record beside the card.
+    """
     file = run_file(folder)
     run = file.run
     stage, step = stage_of(run, checkpoint)

@@ -31,9 +31,15 @@ class ComparedPrompt:
 
 
 def recorded_prompts(folder: Path, rows: int, context: int) -> list[ComparedPrompt]:
-    """The shortest prompts of the newest held-out evaluation in a run folder, or of the newest training step. `rows`:
-    number of rows of the model's embeddings. All ids must be below it. `context`: tokens of the model's context.
-    Prompts that leave no room in it for an answer are left out. Raises RunFolderError: the record is damaged."""
+    """The shortest prompts of the newest held-out evaluation in a run folder, or of the newest training step.
+
+    Args:
+        rows: number of rows of the model's embeddings. All ids must be below it.
+        context: tokens of the model's context. Prompts that leave no room in it for an answer are left out.
+
+    Raises:
+        RunFolderError: the record is damaged.
+    """
     files = [f for f in episode_files(folder) if f.path.is_file()]
     # Held-out prompts are what the run was measured on. Without an evaluation a step of training must do.
     newest: EpisodeFile | None = next((f for f in reversed(files) if f.kind == "eval"), files[-1] if files else None)
@@ -54,9 +60,13 @@ def recorded_prompts(folder: Path, rows: int, context: int) -> list[ComparedProm
 
 
 def recorded_answers(folder: Path, version: int) -> list[Segment]:
-    """The shortest answers that were sampled with weights of this version; empty where there are none. They are of the
-    newest step or evaluation that has such answers, and all have one sampling contract. Raises RunFolderError: the
-    record is damaged."""
+    """The shortest answers that were sampled with weights of this version; empty where there are none.
+
+    They are of the newest step or evaluation that has such answers, and all have one sampling contract.
+
+    Raises:
+        RunFolderError: the record is damaged.
+    """
     # From the newest file back, until one has answers of exactly these weights.
     for file in reversed([f for f in episode_files(folder) if f.path.is_file()]):
         spoken = [s for r in read_episodes(file.path) for s in r.episode.segments if s.spoken and not s.sampling.greedy]
@@ -78,8 +88,10 @@ def generated_prompts(tokenizer: Any, rows: int, context: int) -> list[ComparedP
 
 
 def rendered(tokenizer: Any, stop_ids: Sequence[int], history: History, prompt: str | Sequence[Message]) -> Any:
-    """The ids of a prompt, rendered as the run does it, with any tokenizer and its chat template. If it cannot be
-    rendered with them, a text that says why."""
+    """The ids of a prompt, rendered as the run does it, with any tokenizer and its chat template.
+
+    If it cannot be rendered with them, a text that says why.
+    """
     try:
         return Renderer(tokenizer, stop_ids, None, history).prompt(prompt)
     # A prompt that is too long says nothing about the tokenizer.

@@ -1,5 +1,7 @@
-"""Progress of a run: one live line in a terminal or a notebook, plain lines elsewhere. A run whose roles are in several
-processes has a table of its roles below the live line."""
+"""Progress of a run: one live line in a terminal or a notebook, plain lines elsewhere.
+
+A run whose roles are in several processes has a table of its roles below the live line.
+"""
 
 from __future__ import annotations
 
