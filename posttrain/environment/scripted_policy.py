@@ -9,6 +9,7 @@ from typing import Any
 from posttrain.core.ports import Attempt, Environment, Utterance
 from posttrain.core.types import Message, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
+from posttrain.verifier.timed_calls import contained
 
 
 class ScriptEnded(IndexError):
@@ -82,5 +83,5 @@ async def _played(
     other_seats = env.abilities.seats
     # The other seats give right answers, so that the score depends only on the tested turns.
     talk = ScriptedPolicy(turns, stop, {} if other_seats is None else other_seats(task))
-    ended = await env.play(task, talk)
+    ended = await contained(env.play(task, talk))
     return Attempt(task, tuple(talk.said), ended, int, talk.state), talk  # in a script a character counts as a token

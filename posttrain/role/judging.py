@@ -23,6 +23,7 @@ from posttrain.core.verdict import Judged, State, Verdict, failed
 from posttrain.environment.templates.rendering_differences import TAIL, opening
 from posttrain.system.concurrency import together
 from posttrain.system.errors import ConfigError, InvariantError
+from posttrain.verifier.timed_calls import contained
 
 JUDGE_RETRIES = 2
 """How often a source that failed is asked again."""
@@ -85,12 +86,12 @@ async def judged(environment: Environment, attempt: Attempt, alone: bool = True)
     Args:
         alone: whether no other judge follows. Then the environment gives at least one verdict.
     """
-    verdicts = await environment.judge(attempt)
+    verdicts = await contained(environment.judge(attempt))
     # An environment judges by all of its sources in one call, so the working sources are asked again with a broken one.
     for _ in range(JUDGE_RETRIES):
         if not _broken(verdicts):
             break
-        verdicts = await environment.judge(attempt)
+        verdicts = await contained(environment.judge(attempt))
     if not verdicts and alone and not attempt.batched:
         raise InvariantError(
             f"environment {environment.name!r} returned no verdict for task {attempt.task.id!r}: judge() must return"
@@ -225,7 +226,7 @@ async def _verdicts(judge: EpisodeJudge, episodes: Sequence[Episode]) -> list[tu
 async def _asked(judge: EpisodeJudge, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:
     """The verdicts of one call. If it raises, or returns another number of them, it failed on all of its episodes."""
     try:
-        results = [tuple(verdicts) for verdicts in await judge.judge(episodes)]
+        results = [tuple(verdicts) for verdicts in await contained(judge.judge(episodes))]
     # A wrong setting or a broken invariant is not temporary: asking again would not help, and the run must stop.
     except (ConfigError, InvariantError):
         raise

@@ -30,6 +30,7 @@ from posttrain.role.judging import SiblingVerdicts, attempt_of, judged, with_jud
 from posttrain.role.learning.demonstrations import fitting, recited
 from posttrain.system.concurrency import settled, together
 from posttrain.system.errors import InvariantError, PosttrainError
+from posttrain.verifier.timed_calls import contained
 
 
 class EpisodePlayer(Protocol):
@@ -136,7 +137,7 @@ class Rollout:
             async with asyncio.timeout(self.limits.seconds) as clock:
                 if self.plays is not None:
                     return await self.plays.play(task, talk, bool(self.players))
-                return await self.environment.play(task, talk)
+                return await contained(self.environment.play(task, talk))
         except TimeoutError:
             # The environment may raise a TimeoutError of its own: that is a failure, and not our time limit.
             if not clock.expired():

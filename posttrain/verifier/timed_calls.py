@@ -41,17 +41,24 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
+async def contained(awaitable: Any) -> Any:
+    """The result of code of the user. What it raises that would end the run (SystemExit), or look as if the run had
+    cancelled it, becomes `Raised`."""
+    try:
+        return await awaitable
+    except (SystemExit, asyncio.CancelledError) as raised:
+        task = asyncio.current_task()
+        if isinstance(raised, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise  # this call was cancelled, and the code did not raise it of its own
+        raise Raised(raised) from raised
+
+
 async def _within(timeout: float, awaitable: Any) -> Any:
     """The result of an awaitable; `TimedOut` after `timeout` seconds."""
     limit = asyncio.timeout(timeout)
     try:
         async with limit:
-            return await awaitable
-    except (SystemExit, asyncio.CancelledError) as raised:  # in the event loop they would end the run
-        task = asyncio.current_task()
-        if isinstance(raised, asyncio.CancelledError) and task is not None and task.cancelling():
-            raise  # this call was cancelled, and the function did not raise it of its own
-        raise Raised(raised) from raised
+            return await contained(awaitable)
     except TimeoutError:
         # A TimeoutError may also be the function's own, which is an error like any other.
         if limit.expired():

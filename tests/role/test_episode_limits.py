@@ -40,9 +40,12 @@ class Chatter(CalculatorEnv):
     slow: float = 0.0
     most: int | None = None
     shows: str = "="
+    raises: BaseException | None = None
 
     async def play(self, task: Task, talk: Talk) -> Stop:
         talk.see(task.prompt)
+        if self.raises is not None:
+            raise self.raises
         self.opened.append(1)
         turns = 0
         try:
@@ -130,6 +133,12 @@ def test_the_clock_ends_an_episode_and_its_world_cleans_up(tmp_path: Path) -> No
     said, env = episodes(tmp_path, EpisodeLimits(seconds=0.3), slow=30.0)
     assert {e.stop for e in said} == {Stop.TIME} and sum(env.opened) == 0 and len(env.opened) == 12
     assert all(e.state == {"turns": 1} and e.reward == 0.25 and e.spoken for e in said), "what was said before counts"
+
+
+@pytest.mark.parametrize("raised", [RuntimeError("no"), SystemExit(3), asyncio.CancelledError("mine")])
+def test_what_an_environment_raises_fails_its_episodes_and_ends_no_run(tmp_path: Path, raised: BaseException) -> None:
+    for e in episodes(tmp_path, EpisodeLimits(turns=2), raises=raised)[0]:
+        assert e.stop is Stop.ERROR and type(raised).__name__ in e.error
 
 
 def test_a_turn_may_be_shorter_than_the_contract(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from posttrain.core.types import Message, Task
 from posttrain.engine.pool.seat_transcript import SeatAccount, TalkAccount
 from posttrain.engine.pool.worker_side import REPORT_EVERY, EngineReport, memory, portable
 from posttrain.system.errors import ConfigError
+from posttrain.verifier.timed_calls import contained
 
 
 @dataclass(frozen=True)
@@ -180,10 +181,10 @@ class PlayedTalk(PlayedSeat):
     async def play(self, environment: Environment, task: Task) -> None:
         """Play the episode to its end."""
         try:
-            ended = EndedMove(await environment.play(task, self))
+            ended = EndedMove(await contained(environment.play(task, self)))
         except Exception as error:
-            # An error of the environment ends the episode as it would in one process. CancelledError is no Exception:
-            # an episode that was dropped tells nothing.
+            # An error of the environment ends the episode as it would in one process. An episode that was dropped is
+            # cancelled, which is no Exception, and tells nothing.
             ended = EndedMove(error=portable(error))
         # A state is sent again with the end, because the environment may have changed the object after it left it.
         self.tell(EndedMove(ended.stop, ended.error, self._left, self.account.made()))
