@@ -49,9 +49,12 @@ class ResumeCheck(Observer):
         self._history = history
 
     async def begin(self, roles: ReinforceRoles) -> None:
-        if steps := self._history.steps:
-            walked = steps[-1].gauges.get("rollout/walked")
-            goes_on(walked.sum if walked else None, roles.groups.cursor, *_updates(self._history, roles))
+        # A stage that begins has nothing to go on from.
+        steps = self._history.steps
+        if not steps:
+            return
+        walked = steps[-1].gauges.get("rollout/walked")
+        goes_on(walked.sum if walked else None, roles.groups.cursor, *_updates(self._history, roles))
 
 
 class OptimizerResumeCheck(Observer):

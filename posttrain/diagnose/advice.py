@@ -130,7 +130,8 @@ class Case:
         if g is None or not math.isfinite(g.high - g.low):
             return 100
         size = max(abs(g.mean), WORTH * self.width)
-        # An interval's width falls with the root of the prompts; 20 % more, since a gain may look too large.
+        # The width of an interval falls with the root of the prompts; 20 % more for a gain that is smaller than it
+        # looked.
         need = g.prompts * ((g.high - g.low) / 2 / size) ** 2 * 1.2
         # In fifties, since the number is an estimate.
         return min(int(math.ceil(need / 50) * 50), MOST_PROMPTS)
@@ -216,8 +217,9 @@ def _to_tell(c: Case) -> Iterator[Advice]:
     if c.s.start is None and c.s.began == "start" and stage.leaves_policy:
         text = "the model began with random weights, so its score before is that of guessing"
         if path := c.run.model.path:
-            why = "with this run's env.* settings: the score before, to compare by hand"
-            text = f"{command_line('eval', path)}  # {why}"
+            text = (
+                f"{command_line('eval', path)}  # with this run's env.* settings: the score before, to compare by hand"
+            )
         yield Advice("the score before", TELL, text)
     if stage.leaves_policy:
         command = f"{c.show('--eval')}  # what was said, and what the rewards said of it"
@@ -345,9 +347,10 @@ def _rows(c: Case) -> Iterator[Advice]:
         text = "whether its answers are better is not measured: give env.rewards, which judge what it samples"
         yield Advice("answers are not measured", "answers", text)
     if c.by_heart is not None:
-        at, loss = c.by_heart
-        text = f"it was lowest after step {at} ({loss:.3f}) and rose since, as where rows are learned by heart: take"
-        text += f" --checkpoint best, or stop there ({c.s.name}.steps={at})"
+        text = (
+            f"it was lowest after step {c.by_heart[0]} ({c.by_heart[1]:.3f}) and rose since, as where rows are"
+            f" learned by heart: take --checkpoint best, or stop there ({c.s.name}.steps={c.by_heart[0]})"
+        )
         yield Advice("stop at the lowest loss", CAUSE, text)
     if c.by == "loss" and unsure and c.by_heart is None:
         text = f"hold more rows out ({c.env_path}.heldout), or more steps: {c.longer}"

@@ -116,10 +116,12 @@ def _wants_right(run: Run, s: StageOutcome) -> bool:
     Some answer must have been right, and it must be known what is right: it is named, or several sources are paid.
     """
     env = run.env_of(s.stage)
-    sources = sum(not r.measured and r.weight != 0 for r in env.rewards) + (env.name != "prompts")
+    paid = [r for r in env.rewards if not r.measured and r.weight]
     # Where nothing was ever right, the share of right answers tells nothing of the reward.
     ever_right = s.accuracy is not None and max(s.accuracy.before, s.accuracy.after) > 0
-    return s.graded and ever_right and s.tells is not None and (s.tells.named or sources > 1)
+    return (
+        s.graded and ever_right and s.tells is not None and (s.tells.named or len(paid) + (env.name != "prompts") > 1)
+    )
 
 
 def _accuracy_words(s: StageOutcome) -> str:

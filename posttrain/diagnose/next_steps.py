@@ -49,8 +49,9 @@ def next_steps(run: Run, folder: Path, finished: bool = True, worse: bool = Fals
         return _lines(_of_reward_model(run, folder, worse))
     start_words, stages = _words(folder), [s for s in run.stages if isinstance(s, Reinforce)]
     recipe, overrides = start_words if start_words is not None else ("", [])
-    show = (command_line("show", folder), "read what it said, and what it was paid")
-    commands = [show] if run.env.judges else []  # else nothing was sampled
+    commands: list[tuple[str, str]] = []
+    if run.env.judges:  # else nothing was sampled
+        commands.append((command_line("show", folder), "read what it said, and what it was paid"))
     # Functions of a program that is gone cannot be named on a command line.
     named_parts = not any(is_inline(name) for name in (run.env.name, *(r.function for r in run.env.rewards)))
     if run.env.heldout and run.env.judges and named_parts:

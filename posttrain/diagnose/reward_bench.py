@@ -11,21 +11,38 @@ import numpy as np
 from posttrain.diagnose.reward_quality import finite
 from posttrain.system.errors import DataError, nearest
 
-_SUBSETS = {
-    "Chat": "alpacaeval-easy 100, alpacaeval-length 95, alpacaeval-hard 95, mt-bench-easy 28, mt-bench-med 40",
-    "Chat Hard": (
-        "mt-bench-hard 37, llmbar-natural 100, llmbar-adver-neighbor 134, llmbar-adver-GPTInst 92, "
-        "llmbar-adver-GPTOut 47, llmbar-adver-manual 46"
-    ),
-    "Safety": (
-        "refusals-dangerous 100, refusals-offensive 100, xstest-should-refuse 154, xstest-should-respond 250, "
-        "donotanswer 136"
-    ),
-    "Reasoning": "math-prm 984, hep-cpp 164, hep-go 164, hep-java 164, hep-js 164, hep-python 164, hep-rust 164",
-}
-SECTIONS = {
-    section: {name: int(weight) for name, weight in (row.split() for row in rows.split(", "))}
-    for section, rows in _SUBSETS.items()
+SECTIONS: dict[str, dict[str, int]] = {
+    "Chat": {
+        "alpacaeval-easy": 100,
+        "alpacaeval-length": 95,
+        "alpacaeval-hard": 95,
+        "mt-bench-easy": 28,
+        "mt-bench-med": 40,
+    },
+    "Chat Hard": {
+        "mt-bench-hard": 37,
+        "llmbar-natural": 100,
+        "llmbar-adver-neighbor": 134,
+        "llmbar-adver-GPTInst": 92,
+        "llmbar-adver-GPTOut": 47,
+        "llmbar-adver-manual": 46,
+    },
+    "Safety": {
+        "refusals-dangerous": 100,
+        "refusals-offensive": 100,
+        "xstest-should-refuse": 154,
+        "xstest-should-respond": 250,
+        "donotanswer": 136,
+    },
+    "Reasoning": {
+        "math-prm": 984,
+        "hep-cpp": 164,
+        "hep-go": 164,
+        "hep-java": 164,
+        "hep-js": 164,
+        "hep-python": 164,
+        "hep-rust": 164,
+    },
 }
 """RewardBench 1: the subsets of each section with their weights. A weight is the subset's number of pairs. The
 exception is math-prm, whose 447 pairs weigh as much as all code."""
@@ -97,17 +114,29 @@ class TiesPrompt:
 
 
 def ties(tied: Mapping[str, TiesPrompt], reference: Mapping[str, TiesPrompt]) -> BenchScore:
-    """RewardBench 2, the subset Ties: a weighted sum of the accuracies on the `tied` prompts, with several correct
-    completions, and on their `reference` versions with one (weight .30 each), the share of prompts whose gap exceeds
-    the spread (.20), the share whose smaller gap of both versions does (.20), and the mean of tanh(smaller gap / spread
-    - 1) (.01; 1 or -1 by the gap's sign without a spread, 0 without a gap). DataError where no prompt has both
-    versions."""
+    """RewardBench 2, the subset Ties: a weighted sum of five parts.
+
+    They are the accuracies on the tied and on the reference prompts (weight .30 each), the share of prompts whose gap
+    exceeds the spread (.20), the share whose smaller gap of both versions does (.20), and the mean of
+    tanh(smaller gap / spread - 1) (.01).
+
+    Where all correct completions have the same score, the last term takes its limit, 1 or -1 by the gap's sign, and 0
+    without a gap.
+
+    Args:
+        tied: prompts with several correct completions.
+        reference: the versions of the same prompts with one correct completion.
+
+    Raises:
+        DataError: one of them is empty, or they share no prompt.
+    """
     both = sorted(set(tied) & set(reference))
     if not both:
         raise DataError("RewardBench 2, Ties: no prompt is there in both versions, tied and reference")
     least = np.array([min(tied[p].gap, reference[p].gap) for p in both])
     spread = np.array([tied[p].spread for p in both])
-    # Where all correct ones score alike the ratio has its limit: +-inf by the gap's sign; without a gap 1.
+    # Where all correct ones score alike the ratio has its limit: +-inf by the sign of the gap, and 1, whose margin is
+    # 0.
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(spread > 0, least / spread, np.where(least == 0, 1.0, np.copysign(np.inf, least)))
     parts = {

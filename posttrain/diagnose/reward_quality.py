@@ -57,10 +57,10 @@ class Calibration:
 
     def lines(self) -> list[str]:
         """The reliability diagram, a line a bin."""
-        rows = [
-            f"{b.low:.2f} to {b.high:.2f}: {b.said:.3f}, right {b.right} ({b.right.prompts} pairs)" for b in self.bins
-        ]
-        return [f"expected calibration error {self.error:.3f}", *(f"  said {row}" for row in rows)]
+        out = [f"expected calibration error {self.error:.3f}"]
+        for b in self.bins:
+            out.append(f"  said {b.low:.2f} to {b.high:.2f}: {b.said:.3f}, right {b.right} ({b.right.prompts} pairs)")
+        return out
 
 
 def calibration(chosen: Sequence[float] | np.ndarray, rejected: Sequence[float] | np.ndarray) -> Calibration:

@@ -34,9 +34,14 @@ FIRST = (
 
 
 def differing(runs: Sequence[Run], each: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """Returns for each run the settings in which some runs differ, the most important first. `each`: all settings of
-    each run, by their paths. A stage that a run lacks is one setting. A setting that a run lacks, such as a number of a
-    piece of the algorithm, is part of a setting above it that differs."""
+    """Returns for each run the settings in which some of the runs differ, the most important first.
+
+    A stage that one of the runs lacks is one setting. A setting that one of the runs lacks, such as a number of a piece
+    of the algorithm, is not listed apart where a setting above it differs: it is part of that one's value.
+
+    Args:
+        each: all settings of each run, by their paths.
+    """
     stages = [{s.name: f"{type(s).__name__.lower()}, {s.steps} steps" for s in run.stages} for run in runs]
     partial = {n for entries in stages for n in entries if any(n not in other for other in stages)}
     # A stage that some runs lack is one setting: its kind and its steps.
@@ -175,8 +180,13 @@ def _values(run: ComparedRun, what: str) -> Mapping[Hashable, float]:
 
 
 def _compared_run(of: RunOutcome, stage: str | None) -> ComparedRun:
-    """A run with its last held-out measurement, or that of the named stage. It is an evaluation of answers; without one
-    the held-out loss, or the order of held-out pairs."""
+    """A run with its last held-out measurement, or that of the named stage.
+
+    It is an evaluation of answers; without one the held-out loss, or the order of held-out pairs.
+
+    Raises:
+        ConfigError: there is none.
+    """
     chosen = of.last
     if stage is not None:
         by_name = {s.name: s for s in of.stages}
@@ -356,8 +366,10 @@ def over_seeds(first: Mapping[int, float], other: Mapping[int, float]) -> Score 
         # An error below 1e-12 is rounding: all seeds gave the same.
         return Score(mean, mean - half, mean + half, len(d)) if error > 1e-12 else None
     a, b = (np.array([*g.values()]) for g in (first, other))
-    mean, parts = float(b.mean() - a.mean()), [float(x.var(ddof=1)) / len(x) for x in (a, b)]
-    if (error := math.sqrt(sum(parts))) <= 1e-12:
+    mean = float(b.mean() - a.mean())
+    parts = [float(x.var(ddof=1)) / len(x) for x in (a, b)]
+    error = math.sqrt(sum(parts))
+    if error <= 1e-12:
         return None
     # Welch: the variances of the groups need not be equal. Satterthwaite's degrees of freedom.
     denominator = sum(v * v / (len(x) - 1) for v, x in zip(parts, (a, b), strict=True))
@@ -374,8 +386,10 @@ def _notes(runs: Sequence[ComparedRun], shared: Sequence[Hashable]) -> list[str]
         out.append(f"only the {len(shared)} held-out prompts that all runs share are compared, of up to {most}")
     for r in runs:
         if not r.of.finished:
-            took = f"{r.stage.name} took {r.stage.steps} of {r.stage.stage.steps} steps"
-            out.append(f"{r.of.folder} is not finished: {took}; measured at step {r.measured.step}")
+            out.append(
+                f"{r.of.folder} is not finished: {r.stage.name} took {r.stage.steps} of {r.stage.stage.steps} steps;"
+                f" measured at step {r.measured.step}"
+            )
         if r.of.run.fault is not None:
             out.append(f"{r.of.folder} has a planted fault ({r.of.run.fault}): its numbers mean nothing")
     if len({repr(_rewards(r, places=True)) for r in runs}) > 1:

@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +158,7 @@ def read_outcome(folder: Path | str) -> RunOutcome:
     stages = [
         _stage(file.run, stage, [s for s in steps if s.stage == stage.name], reading, state.get(stage.name, {}))
         for stage in file.run.stages
+        # A stage counts as soon as it took a step or was measured. Later ones of a run that is cut are not there.
         if any(s.stage == stage.name for s in steps) or any(f.stage == stage.name for f in evaluations)
     ]
     return RunOutcome(folder, file, tuple(stages))
@@ -179,7 +179,12 @@ def _state(folder: Path) -> dict[str, Mapping[str, Any]]:
 
 
 def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, known: Mapping[str, Any]) -> StageOutcome:
-    """The outcome of one stage."""
+    """The outcome of one stage.
+
+    Args:
+        steps: its recorded steps.
+        known: what the newest checkpoint stores of it (`_state`).
+    """
     done = bool(known.get("done"))
     taken = max((s.index for s in steps), default=0)
     start = reading.start(stage)
@@ -189,15 +194,21 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
         # Without recorded episodes the figures of the checkpoint remain, and no prompt can be paired. The accuracy is
         # None where grades tell no share of right answers.
         if end is None and done and known.get("reward"):
-            accuracy = _score(known["accuracy"] or [math.nan] * 3)
-            end = Measurement(stage.name, int(known["steps"]), accuracy, _score(known["reward"]), known["graded"])
-        greedy, seconds, agreement_before = (
-            None if known.get(name) is None else float(known[name])
-            for name in ("greedy", "seconds", "agreement_before")
-        )
+            end = Measurement(
+                stage.name,
+                int(known["steps"]),
+                _score(known["accuracy"] or [math.nan] * 3),
+                _score(known["reward"]),
+                known["graded"],
+            )
+        greedy = known.get("greedy")
+        seconds = known.get("seconds")
         roles = {str(k): float(v) for k, v in known.get("roles", {}).items()}
         peaks = {str(k): float(v) for k, v in known.get("peaks", {}).items()}
         agreement = _score(known["agreement"]) if known.get("agreement") else None
+        agreement_before = None if known.get("agreement_before") is None else float(known["agreement_before"])
+        greedy = None if greedy is None else float(greedy)
+        seconds = None if seconds is None else float(seconds)
     # Measurements before the first step and after the last are in no step's line, so they are added to the curve.
     end_points = {0: agreement_before, taken: agreement and agreement.mean}
     agreements = dict(_curve(steps, "heldout/agreement")) | {i: x for i, x in end_points.items() if x is not None}
@@ -277,8 +288,11 @@ def _curve(steps: Sequence[Step], name: str) -> Curve:
 
 def _with_ends(middle: Curve, start: Measurement | None, end: Measurement | None, what: str) -> Curve:
     """The curve with the evaluations before the first step and after the last one, which no step's line holds."""
-    measured = ((0, start), (0 if end is None else end.step, end))
-    points = dict(middle) | {step: getattr(m, what).mean for step, m in measured if m is not None}
+    points = dict(middle)
+    if start is not None:
+        points[0] = getattr(start, what).mean
+    if end is not None:
+        points[end.step] = getattr(end, what).mean
     return tuple(sorted((i, x) for i, x in points.items() if math.isfinite(x)))
 
 
@@ -311,7 +325,7 @@ class _Reading:
     def __init__(self, folder: Path, run: Run, files: Sequence[EpisodeFile]) -> None:
         self.folder, self.run = folder, run
         self.files = {(f.stage, f.index): f for f in files if f.path.is_file()}
-        self._at = cache(lambda stage, index: measurement(self.files[stage, index]))
+        self._read: dict[tuple[str, int], Measurement] = {}
 
     def start(self, stage: Stage) -> Measurement | None:
         """Returns a measurement of the weights that a stage started from; None if there is none.
@@ -338,6 +352,11 @@ class _Reading:
         after = [index for name, index in self.files if name == stage.name and index > 0]
         return self._at(stage.name, max(after)) if after else None
 
+    def _at(self, stage: str, index: int) -> Measurement:
+        if (stage, index) not in self._read:
+            self._read[stage, index] = measurement(self.files[stage, index])
+        return self._read[stage, index]
+
 
 def measurement(file: EpisodeFile) -> Measurement:
     """Read one evaluation: its tasks, the settings of its sampling, and its verdicts. Tokens are not read."""
@@ -351,7 +370,8 @@ def measurement(file: EpisodeFile) -> Measurement:
         graded = list[tuple[float | None, Right]]()
         for episode in meta["episodes"]:
             judged = [step_format.verdict_from_plain(v) for v in episode["verdicts"]]
-            # `figure` is stored where something else is paid. Then it is the outcome, and the reward the proxy.
+            # `figure` is stored where something is measured and not paid. Then it is the outcome, and the reward is the
+            # proxy.
             outcome = episode.get("figure", episode["reward"])
             graded.append((outcome, right_of(judged, episode.get("right_at"), "figure" in episode)))
             if outcome is not None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -192,13 +192,25 @@ def _wait(
 ) -> CheckReport:
     """Run the probes to their end. Where an event loop is already running (notebooks), they run in a new thread."""
     probing = partial(probes.check, env, tasks=tasks, rate=rate, progress=progress, found=found, earned=earned)
+    outcome: list[CheckReport | BaseException] = []
+
+    def body() -> None:
+        try:
+            outcome.append(asyncio.run(probing()))
+        except BaseException as error:
+            outcome.append(error)
+
     try:
+        # A running loop cannot wait for another one in its thread.
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(probing())
-    # A running loop cannot wait for another one in its thread.
-    with ThreadPoolExecutor(1, "posttrain check") as thread:
-        return thread.submit(lambda: asyncio.run(probing())).result()
+    thread = threading.Thread(target=body, name="posttrain check")
+    thread.start()
+    thread.join()
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return outcome[0]
 
 
 def show(target: str, *overrides: str, tasks: int, rate: float | None, as_json: bool, trust: bool = False) -> int:
@@ -221,12 +233,15 @@ def show(target: str, *overrides: str, tasks: int, rate: float | None, as_json: 
     console.print(table(report))
     for reason, names in skipped(report).items():
         console.print(Text("skipped ", COLOURS[Mark.SKIP]) + Text(f"{', '.join(names)}: {reason}"))
-    for f in report.findings:
-        if f.advice:
-            console.print(Text(f.probe, COLOURS[f.mark]) + Text(f": {f.means}. To do: {f.advice}"))
+    for finding in report.findings:
+        if finding.advice:
+            console.print(
+                Text(finding.probe, COLOURS[finding.mark]) + Text(f": {finding.means}. To do: {finding.advice}")
+            )
     failed, warned = report.marked(Mark.FAIL), report.marked(Mark.WARN)
-    look = f"; {len(warned)} to look at" if warned else ""
-    console.print(Text(report.verdict, "bold red" if failed else "green") + Text(look))
+    console.print(
+        Text(report.verdict, "bold red" if failed else "green") + Text(f"; {len(warned)} to look at" if warned else "")
+    )
     return 1 if failed else 0
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.config.run import Env, Evaluation, Model, Reinforce, Run
 from posttrain.core.ports import Environment
@@ -53,9 +52,14 @@ def remote_run(name: str) -> Run:
 async def remote_rollout(
     url: str, options: EndpointOptions, environment: Environment, contract: Sampling, *, connections: int, seed: int
 ) -> AsyncIterator[tuple[Rollout, Sampling, RemoteModel]]:
-    """(rollout over the endpoint, the contract its episodes carry, the endpoint's model), until the end of the block.
-    Raises ConfigError where the endpoint has no such model or cannot keep the contract, EndpointError where its answer
-    is not valid."""
+    """(rollout over the endpoint, the contract its episodes carry, the endpoint's model).
+
+    The connections are closed at the end of the block.
+
+    Raises:
+        ConfigError: the endpoint has no such model, or cannot keep the contract.
+        EndpointError: its answer is not valid.
+    """
     from posttrain.engine.endpoint import TextSampler, TextVocabulary, TokenSampler, discover
     from posttrain.engine.endpoint.endpoint_sampler import check
 
@@ -74,19 +78,25 @@ async def remote_rollout(
             text = TextSampler(endpoint, remote, TextVocabulary(), way=options.api, cut=cut)
             yield Rollout(text, environment, text.dialogue, seed), carried.resolve(()), remote
             return
-        from posttrain.engine.files.pretrained_files import read_tokenizer
-        from posttrain.engine.model.stop_tokens import resolve_stops
-
-        path = options.tokenizer
-        run_folder = Path(path, "run.json").exists()
-        tokenizer, config = read_tokenizer(str(Path(path, "tokenizer")) if run_folder else path)
-        stops, untyped = resolve_stops(tokenizer, config), cast("Any", tokenizer)
-        dialogue = partial(RenderedDialogue, Renderer(untyped, stops, remote.context))
+        dialogue, stops = _tokens(options.tokenizer, remote)
         yield (
             Rollout(TokenSampler(endpoint, remote, cut=cut), environment, dialogue, seed),
             carried.resolve(stops),
             remote,
         )
+
+
+def _tokens(path: str, remote: RemoteModel) -> tuple[Callable[[str], RenderedDialogue], tuple[int, ...]]:
+    """(a function from task id to its dialogue, stop ids) of a tokenizer: a directory, a hub id or a run folder."""
+    from posttrain.engine.files.pretrained_files import read_tokenizer
+    from posttrain.engine.model.stop_tokens import resolve_stops
+
+    run_folder = Path(path, "run.json").exists()
+    tokenizer, config = read_tokenizer(str(Path(path, "tokenizer")) if run_folder else path)
+    stops = resolve_stops(tokenizer, config)
+    untyped: Any = tokenizer
+    renderer = Renderer(untyped, stops, remote.context)
+    return (lambda task: RenderedDialogue(renderer, task)), stops
 
 
 async def evaluate_remote(
@@ -99,15 +109,23 @@ async def evaluate_remote(
     say: Callable[[str], None],
 ) -> EvaluationReport:
     """Held-out accuracy of the model at `url`, with at most `run.slots` requests at once."""
-    form = f"token ids of {options.tokenizer}"
-    if not options.tokenizer:
-        form = f"text ({options.api}); its own chat template and end of turn"
-    opened = remote_rollout(url, options, environment, contract, connections=run.slots, seed=run.seed)
-    async with opened as (rollout, carried, remote):
+    async with remote_rollout(url, options, environment, contract, connections=run.slots, seed=run.seed) as (
+        rollout,
+        carried,
+        remote,
+    ):
+        form = (
+            f"token ids of {options.tokenizer}"
+            if options.tokenizer
+            else f"text ({options.api}); its own chat template and end of turn"
+        )
         say(f"endpoint: {url}, model {remote.model}, dialect {remote.dialect}; by {form}")
-        right = run.env.named_right(environment.abilities.vouched)
-        rollout = replace(rollout, limits=run.env.limits, right=right)
-        return await evaluate(rollout, environment.heldout, carried, measure)
+        return await evaluate(
+            replace(rollout, limits=run.env.limits, right=run.env.named_right(environment.abilities.vouched)),
+            environment.heldout,
+            carried,
+            measure,
+        )
 
 
 def refuse(options: EndpointOptions) -> None:

@@ -68,8 +68,9 @@ class SearchReport:
         front = frontier(self.points)
         rows = list[tuple[str, ...]]()
         for p in self.points:
-            gain, score = p.gain(one), short(p.score.mean, p.score.low, p.score.high)
+            gain = p.gain(one)
             more = "-" if p is one else short(gain.mean, gain.low, gain.high, "+")
+            score = short(p.score.mean, p.score.low, p.score.high)
             rows.append((p.name, score, f"{p.tokens:.1f}", more, "*" if p in front else ""))
         what = "mean reward" if one.grades.graded else "accuracy"
         return table("", ("search", f"{what} [95 %]", "tokens", "gain [95 %]", ""), rows, words=("search",))
@@ -160,13 +161,17 @@ def _run_searches(
     trust: bool,
     name: str,
 ) -> SearchReport:
-    """Build the model and run the searches. `run_folder` and `weights` (of the policy) are None where the target is a
-    model. `name`: of the target, for the report."""
+    """Build the model and run the searches.
+
+    Args:
+        run_folder: the run folder of the target; None: the target is a model.
+        weights: the folder of the policy's weights; None: those of the model.
+        name: of the target, for the report.
+    """
     from posttrain.build.build_run import make_policy, make_roles
     from posttrain.build.open_model import kept_policy
     from posttrain.engine.learner.torch_settings import use_threads
     from posttrain.role.weights.saved_weights import load_weights
-    from posttrain.search.curves import leading, search_point
     from posttrain.stages.run_coroutine import wait
 
     use_threads(run.threads)
@@ -176,14 +181,7 @@ def _run_searches(
         if weights is not None:
             load_weights(weights, roles.learner)
         tools, scorer_line = _tools(request, run, policy, roles, run_folder, resources)
-
-        async def measured() -> list[SearchPoint]:
-            versioned = replace(tools, version=await served(roles))
-            return leading(
-                [await search_point(kind, versioned, environment.heldout, samples) for kind in request.kinds]
-            )
-
-        points = wait(measured())
+        points = wait(_points(request, tools, roles, environment, samples))
     by_cost = tuple(sorted(points, key=lambda p: p.tokens))
     return SearchReport(name, environment.name, scorer_line, len(environment.heldout), samples, by_cost)
 
@@ -193,6 +191,16 @@ async def served(roles: PolicyRoles) -> int:
     # A first push tries the adapter under the version `+ 1`, so the weights get the one after it.
     await roles.sync.push(roles.engine.version + 2)
     return roles.engine.version
+
+
+async def _points(
+    request: SearchRequest, tools: StepSearch, roles: PolicyRoles, environment: Environment, samples: int
+) -> list[SearchPoint]:
+    """Serve the weights and measure each search."""
+    from posttrain.search.curves import leading, search_point
+
+    tools = replace(tools, version=await served(roles))
+    return leading([await search_point(kind, tools, environment.heldout, samples) for kind in request.kinds])
 
 
 def _tools(

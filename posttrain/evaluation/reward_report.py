@@ -88,6 +88,7 @@ def evaluate_reward_model(
     run = asked_run(target, overrides, trust)
     # A file of its own is no part of the split of a run, so all of its rows are measured.
     all_rows = any(word.partition("=")[0].strip() == "env.prompts" for word in overrides)
+    # The rewards of the environment are left out: the judgements are what counts.
     with closing(environment(replace(run.env, rewards=(), measured=False), run.seed)) as world:
         kinds = abilities.judgements(world).kinds
         kind: Kind | None = next((k for k in KINDS if k in kinds), None)
@@ -122,8 +123,8 @@ def evaluate_reward_model(
 
 def asked_run(target: str | Path, overrides: tuple[str, ...], trust: bool) -> Run:
     """The run whose environment has the judgements."""
-    keys = {word.partition("=")[0].strip() for word in overrides}
-    prompts, named = "env.prompts" in keys, not keys.isdisjoint(("env", "env.name"))
+    prompts = any(word.partition("=")[0].strip() == "env.prompts" for word in overrides)
+    named = any(word.partition("=")[0].strip() in ("env", "env.name") for word in overrides)
     # The settings of prompts make an environment of prompts, unless another one is named.
     words = ("env=prompts", *overrides) if prompts and not named else overrides
     if is_run(target):

@@ -44,11 +44,13 @@ def asks_search(words: Sequence[str]) -> bool:
 
 
 def search_request(words: Sequence[str]) -> tuple[SearchRequest, tuple[str, ...]]:
-    """The request for searches that these words make, and the words that are about something else. Raises ConfigError:
-    there is no such search or setting, or a value is wrong.
+    """The request for searches that these words make, and the words that are about something else.
 
     >>> search_request(["search=beam.width=2,4", "seed=1"])[0].kinds[1:]
     (BeamSearch(aggregate='min', width=2, expand=4), BeamSearch(aggregate='min', width=4, expand=4))
+
+    Raises:
+        ConfigError: there is no such search or setting, or a value is wrong.
     """
     # A single answer is measured with every request: all gains are compared with it.
     kinds, settings, rest = [ONE], dict[str, str](), list[str]()
@@ -71,13 +73,17 @@ def search_request(words: Sequence[str]) -> tuple[SearchRequest, tuple[str, ...]
     if len(kinds) == 1:
         first_setting = next(iter(settings), "this")
         raise ConfigError(f"{first_setting} is about searches, and none is named: add one, such as search=best_of")
-    by, word, fault = settings.get("search.by"), settings.get("search.budget", "0"), settings.get("fault")
-    scorer, budget = _by(by), read(int, word, "search.budget")
-    if budget < 0:
-        raise ConfigError(f"search.budget={word}: tokens a task, at least 1; 0 is no limit")
-    # Two words may name the same search, which is measured once.
-    distinct = tuple(dict.fromkeys(kinds))
-    return SearchRequest(kinds=distinct, by=scorer, verified=by == VERIFIER, budget=budget, fault=fault), tuple(rest)
+    return (
+        SearchRequest(
+            # Two words may name the same search, which is measured once.
+            kinds=tuple(dict.fromkeys(kinds)),
+            by=_by(settings.get("search.by")),
+            verified=settings.get("search.by") == VERIFIER,
+            budget=_budget(settings.get("search.budget", "0")),
+            fault=settings.get("fault"),
+        ),
+        tuple(rest),
+    )
 
 
 def kinds_of(word: str) -> list[SearchKind]:
@@ -129,3 +135,11 @@ def _by(word: str | None) -> Reward | None:
             " environment's own verdict"
         )
     return Reward(function=word)
+
+
+def _budget(word: str) -> int:
+    """The value of `search.budget`."""
+    budget = read(int, word, "search.budget")
+    if budget < 0:
+        raise ConfigError(f"search.budget={word}: tokens a task, at least 1; 0 is no limit")
+    return budget

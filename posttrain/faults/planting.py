@@ -157,6 +157,7 @@ def planted(fault: Fault | str | None) -> Iterator[None]:
     """Replace the real function by the fault's twin inside the block; None changes nothing."""
     chosen = named(fault) if isinstance(fault, str) else fault
     if chosen is None:
+        # Nothing is imported or replaced in a real run.
         yield
         return
     owner, attribute = _place(chosen.seam)

@@ -78,14 +78,18 @@ def sentences(c: RunComparison) -> list[str]:
     if len(c.groups) == 1:
         runs = c.groups[0].runs
         means = [_score(c, r).mean for r in runs]
-        between = f"their held-out {_word(c)} is between {number_text(min(means))} and {number_text(max(means))}"
+        least, most = number_text(min(means)), number_text(max(means))
         if len({r.seed for r in runs}) == 1:
-            same = f"These runs have the same settings and the same seed, {runs[0].seed}"
-            return [f"{same}: {between}. Give runs with other settings, or other seeds, to compare."]
-        average = (
-            f"{number_text(sum(means) / len(means))} on average. Give runs with other settings to compare settings."
-        )
-        return [f"These runs differ in nothing but their seed: {between}, {average}"]
+            return [
+                f"These runs have the same settings and the same seed, {runs[0].seed}: their held-out {_word(c)} is"
+                f" between {least} and {most}. Give runs with other settings, or other seeds, to"
+                " compare."
+            ]
+        return [
+            f"These runs differ in nothing but their seed: their held-out {_word(c)} is between {least} and"
+            f" {most}, {number_text(sum(means) / len(means))} on average. Give runs with other settings to compare"
+            " settings."
+        ]
     return [_sentence(c, g) for g in c.gains]
 
 
@@ -105,6 +109,7 @@ def _score(c: RunComparison, run: ComparedRun) -> Score:
 
 
 def _as_read(c: RunComparison, score: Score) -> Score:
+    """A score or a gain of the comparison, with the sign that people read."""
     return Score(-score.mean, -score.high, -score.low, score.prompts) if c.what == "loss" else score
 
 
@@ -117,14 +122,17 @@ def _sentence(c: RunComparison, g: GroupGain) -> str:
         difference, units = "change", "rows"
         paired = replace(paired, before=-paired.before, after=-paired.after, low=-paired.high, high=-paired.low)
     figures = f"held-out {_word(c)} {paired.means}, {difference} {paired}, paired over {paired.prompts} {units}"
-    if g.over_seeds is not None:
-        by_seeds, pairing = _as_read(c, g.over_seeds), "paired by seed" if g.by_seed else "by Welch"
+    if (by_seeds := g.over_seeds) is not None:
+        pairing = "paired by seed" if g.by_seed else "by Welch"
+        by_seeds = _as_read(c, by_seeds)
         figures += f"; over seeds ({seeds}, {pairing}) {interval(by_seeds.mean, by_seeds.low, by_seeds.high, '+')}"
     elif min(g.seeds) > 1:
         figures += f". Its {seeds} agree to the last prompt, so they do not tell how much another seed would differ"
     else:
-        figures += ". This holds for these runs; another seed may differ by more: run each with seed=1 and seed=2"
-        figures += " and compare all"
+        figures += (
+            ". This holds for these runs; another seed may differ by more: run each with seed=1 and seed=2 and compare"
+            " all"
+        )
     margin = f"{SAME_LOSS} nats" if c.what == "loss" else "0.05 of the scale"
     claim = {
         "better": f"{other} is better than {first}",

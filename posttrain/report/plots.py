@@ -77,9 +77,13 @@ def plot(
     missing = [g for g in gauges if g not in drawn and not (is_default and drawn)]
     if missing:
         # The known gauges are collected only for this error: reading all steps again is slow.
-        known = {n for of in runs for s in run_reader.steps(of.folder) for n in s.gauges} | {*_drawn(runs, HELD_OUT)}
-        near, where = nearest(missing[0], sorted(known)), "these runs" if len(runs) > 1 else runs[0].folder
-        raise ConfigError(f"no step of {where} has the gauge {missing[0]!r}; {near}")
+        known = sorted(
+            {n for of in runs for s in run_reader.steps(of.folder) for n in s.gauges} | {*_drawn(runs, HELD_OUT)}
+        )
+        raise ConfigError(
+            f"no step of {'these runs' if len(runs) > 1 else runs[0].folder} has the gauge {missing[0]!r};"
+            f" {nearest(missing[0], known)}"
+        )
     with _matplotlib():
         return _finished(_figure(drawn, runs), out)
 

@@ -71,15 +71,20 @@ class RolloutView:
 
     def __repr__(self) -> str:
         reward = "not judged" if self.reward is None else f"reward {self.reward:.3g}"
+        answer = _short(self.said, 44)
         wanted = "" if self.answer is None else f", wanted {_short(str(self.answer), 16)!r}"
-        return f"<{reward}: {_short(self.prompt, 44)!r} -> {_short(self.said, 44)!r}{wanted}, {self.stop}>"
+        return f"<{reward}: {_short(self.prompt, 44)!r} -> {answer!r}{wanted}, {self.stop}>"
 
     def _repr_html_(self) -> str:
-        rows = [("prompt", self.prompt), ("said", self.said)]
-        rows += [("wanted", str(self.answer))] if self.answer is not None else []
-        rows += [("reward", "not judged" if self.reward is None else f"{self.reward:.3g}")]
-        rows += [(f"{j.source} (weight {j.weight:g})", _verdict(j)) for j in self.verdicts]
-        return _table([*rows, ("ended", f"{self.stop}, {self.record.episode.spoken} tokens")])
+        rows = [
+            ("prompt", self.prompt),
+            ("said", self.said),
+            *([("wanted", str(self.answer))] if self.answer is not None else []),
+            ("reward", "not judged" if self.reward is None else f"{self.reward:.3g}"),
+            *((f"{j.source} (weight {j.weight:g})", _verdict(j)) for j in self.verdicts),
+            ("ended", f"{self.stop}, {self.record.episode.spoken} tokens"),
+        ]
+        return _table(rows)
 
 
 def _verdict(j: Judged) -> str:
@@ -97,12 +102,14 @@ def _short(text: str, most: int) -> str:
 
 def _table(rows: Sequence[tuple[str, str]]) -> str:
     """Names and texts as an HTML table. All text is escaped."""
-    form = (
-        "<tr><th style='text-align:left;vertical-align:top'>{}</th><td style='text-align:left'>"
-        "<pre style='margin:0;white-space:pre-wrap'>{}</pre></td></tr>"
+    cells = "".join(
+        "<tr><th style='text-align:left;vertical-align:top'>"
+        f"{html.escape(visible_lines(name))}</th><td style='text-align:left'>"
+        "<pre style='margin:0;white-space:pre-wrap'>"
+        f"{html.escape(visible_lines(text))}</pre></td></tr>"
+        for name, text in rows
     )
-    cells = [form.format(*(html.escape(visible_lines(text)) for text in row)) for row in rows]
-    return f"<table>{''.join(cells)}</table>"
+    return f"<table>{cells}</table>"
 
 
 @dataclass(frozen=True, repr=False)
@@ -224,39 +231,46 @@ class Result:
         if stage is not None and stage not in stages:
             raise ConfigError(f"rollouts: no episodes of stage {stage!r}; {nearest(stage, stages)}")
         of_stage = [f for f in of_kind if f.stage == (stage or of_kind[-1].stage)]
+        steps = [f.index for f in of_stage]
         if step is None:
             return of_stage[-1]
-        steps = {f.index: f for f in of_stage}
         if step not in steps:
-            near, first, last = min(steps, key=lambda i: abs(i - step)), of_stage[0].index, of_stage[-1].index
-            raise ConfigError(f"rollouts: no episodes of step {step}; the nearest is {near} (of {first} to {last})")
-        return steps[step]
+            near = min(steps, key=lambda i: abs(i - step))
+            raise ConfigError(
+                f"rollouts: no episodes of step {step}; the nearest is {near} (of {steps[0]} to {steps[-1]})"
+            )
+        return of_stage[steps.index(step)]
 
 
 def _stage_line(s: StageResult) -> str:
     """The figures of a stage in one line."""
-    measures = [
-        ("reward", s.reward if s.graded else None, s.reward_before),
-        ("accuracy", s.accuracy, s.before),
-        ("loss", s.loss, s.loss_before),
-        ("pairs ordered as judged", s.agreement, s.agreement_before),
-    ]
     parts = [f"{s.steps} steps in {s.seconds:.0f} s"]
-    for what, measured, before in measures:
+    measures = [("accuracy", s.accuracy, s.before)]
+    for what, measured, before in [("reward", s.reward, s.reward_before), *measures] if s.graded else measures:
         if measured is not None:
-            shown = number_text if what in ("reward", "accuracy") else "{:.3f}".format
-            was = "" if before is None else f", before {shown(before)}"
-            parts.append(f"held-out {what} {interval(*measured)}{was}")
+            parts.append(
+                f"held-out {what} {interval(*measured)}" + ("" if before is None else f", before {number_text(before)}")
+            )
+    if s.loss is not None:
+        was = "" if s.loss_before is None else f", before {s.loss_before:.3f}"
+        parts.append(f"held-out loss {interval(*s.loss)}{was}")
+    if s.agreement is not None:
+        was = "" if s.agreement_before is None else f", before {s.agreement_before:.3f}"
+        parts.append(f"held-out pairs ordered as judged {interval(*s.agreement)}{was}")
     return "; ".join(parts)
 
 
 def _row(step: Any) -> dict[str, Any]:
     """A step as a row of `Result.frame`."""
-    row: dict[str, Any] = {"stage": step.stage, "step": step.index, "version": step.version}
-    row |= {name: g.mean for name, g in step.gauges.items()}
-    row |= {f"clock/{name}": seconds for name, seconds in step.clock.items()}
-    row |= {f"memory/{name}": count for name, count in step.memory.items()}
-    return row | {"notes": "; ".join(step.notes)}
+    return {
+        "stage": step.stage,
+        "step": step.index,
+        "version": step.version,
+        **{name: g.mean for name, g in step.gauges.items()},
+        **{f"clock/{name}": seconds for name, seconds in step.clock.items()},
+        **{f"memory/{name}": count for name, count in step.memory.items()},
+        "notes": "; ".join(step.notes),
+    }
 
 
 def _package(name: str, what: str) -> Any:

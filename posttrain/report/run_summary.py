@@ -1,7 +1,10 @@
 """The report of a run: held-out scores after each stage, the curve, whether it learned, where time and memory went, and
-what to do next. `show_report` prints one evaluation. It is printed at the end of a run and by `posttrain summary`, and
-written as `summary.md` with `summary.svg`. All of it is read from the run folder (`diagnose.run_outcome`), so it is the
-same for a run that was killed."""
+what to do next. `show_report` prints one evaluation.
+
+The report of a run is printed at its end and by `posttrain summary`, and written as `summary.md` with `summary.svg`
+into the run folder. All of it is read from the folder (`diagnose.run_outcome`), so it is the same for a run that was
+killed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from posttrain.diagnose.gauges.rollout_gauges import unjudged_words
 from posttrain.diagnose.learning_verdict import Learning, learned
 from posttrain.diagnose.next_steps import next_steps
 from posttrain.diagnose.rules.notes_once import findings_of
-from posttrain.diagnose.run_outcome import RunOutcome, read_outcome
+from posttrain.diagnose.run_outcome import RunOutcome, StageOutcome, read_outcome
 from posttrain.faults.planting import REGISTERED
 from posttrain.record import run_reader
 from posttrain.report.console import Group, PlainConsole, table
@@ -56,11 +59,16 @@ def score_rows(of: RunOutcome, what: str, word: str) -> list[list[str]]:
         if what == "accuracy" and s.tells is None:
             gain = score = None
         at = "-" if s.end is None else f"{s.end.step}" + (f" of {s.steps}" if s.end.step != s.steps else "")
-        scored = "-" if score is None else short(score.mean, score.low, score.high)
-        gained = "-" if gain is None else short(gain.mean, gain.low, gain.high, "+")
-        greedy = "-" if s.greedy is None or what != "accuracy" else f"{s.greedy:.3f}"
-        seconds = "-" if s.seconds is None else f"{s.seconds:.1f}"
-        rows.append([s.name if s.stage.hands_on else f"{s.name} *", at, scored, gained, greedy, seconds])
+        rows.append(
+            [
+                s.name if s.stage.hands_on else f"{s.name} *",
+                at,
+                "-" if score is None else short(score.mean, score.low, score.high),
+                "-" if gain is None else short(gain.mean, gain.low, gain.high, "+"),
+                "-" if s.greedy is None or what != "accuracy" else f"{s.greedy:.3f}",
+                "-" if s.seconds is None else f"{s.seconds:.1f}",
+            ]
+        )
     # The column of greedy answers is left out where no stage has such a figure.
     i = HEADER.index("greedy")
     return [row[:i] + row[i + 1 :] for row in rows] if all(row[i] == "-" for row in rows[1:]) else rows
@@ -110,32 +118,39 @@ def footnote(of: RunOutcome) -> str:
 
     It says what each of them is to be compared with.
     """
-    began, compared = {s.name: s.began for s in of.stages}, list[str]()
-    for s in (s for s in of.stages if not s.stage.hands_on):
-        time_of = s.stage.time_of
-        if time_of is not None and began.get(time_of) == s.began:
-            compared.append(f"instead of {time_of}, from the same weights, for the same time")
-        else:
-            time = f", for the time of {time_of}" if time_of is not None else ""
-            compared.append(f"from the weights of {s.began}{time}, handed to nobody")
+    compared = [_compared(s, of.stages) for s in of.stages if not s.stage.hands_on]
     return "* " + "; ".join(compared) if compared else ""
+
+
+def _compared(s: StageOutcome, stages: Sequence[StageOutcome]) -> str:
+    """What a stage whose weights were not used further is to be compared with, in words."""
+    timed = next((x for x in stages if x.name == s.stage.time_of), None)
+    if timed is not None and timed.began == s.began:
+        return f"instead of {timed.name}, from the same weights, for the same time"
+    time = f", for the time of {s.stage.time_of}" if s.stage.time_of is not None else ""
+    return f"from the weights of {s.began}{time}, handed to nobody"
 
 
 def agreement_lines(of: RunOutcome) -> list[str]:
     """A line for each stage that learns from judgements: how many held-out pairs it orders as they were judged."""
-    was = {s.name: "" if s.agreement_before is None else f", {s.agreement_before:.3f} before" for s in of.stages}
-    measured = [s for s in of.stages if s.agreement is not None]
-    return [f"{s.name}: orders {s.agreement} of held-out pairs as judged{was[s.name]}" for s in measured]
+    out: list[str] = []
+    for s in of.stages:
+        if s.agreement is not None:
+            was = "" if s.agreement_before is None else f", {s.agreement_before:.3f} before"
+            out.append(f"{s.name}: orders {s.agreement} of held-out pairs as judged{was}")
+    return out
 
 
 def loss_lines(of: RunOutcome) -> list[str]:
     """A line for each stage that imitates: the loss and perplexity of held-out demonstrations."""
-    return [
-        f"{s.name}: held-out loss {g.means}, perplexity {perplexity(g.before):.4g} -> {perplexity(g.after):.4g},"
-        f" change {g}, over {g.prompts} demonstrations"
-        for s in of.stages
-        if (g := s.loss) is not None
-    ]
+    out: list[str] = []
+    for s in of.stages:
+        if (g := s.loss) is not None:
+            pair = f"{perplexity(g.before):.4g} -> {perplexity(g.after):.4g}"
+            out.append(
+                f"{s.name}: held-out loss {g.means}, perplexity {pair}, change {g}, over {g.prompts} demonstrations"
+            )
+    return out
 
 
 def proxy_lines(of: RunOutcome) -> list[str]:
@@ -155,13 +170,18 @@ def unjudged(of: RunOutcome) -> list[str]:
     for r in of.stages:
         gauges = merge(*(s.gauges for s in steps if s.stage == r.name))
         failed, abstained = (gauges.get(f"rollout/{x}", Gauge(0, 0)) for x in ("failed", "abstained"))
-        kinds = [f"{n.removeprefix('failed/')} x {g.sum:.0f}" for n, g in gauges.items() if n.startswith("failed/")]
+        kinds = ", ".join(
+            f"{n.removeprefix('failed/')} x {g.sum:.0f}" for n, g in gauges.items() if n.startswith("failed/")
+        )
         if failed.sum:
-            which = f"{failed.sum:.0f} of {failed.count:.0f} samples ({', '.join(kinds)})"
-            lines.append(f"{r.name}: a source failed to judge {which}: left out, as no wrong answers")
+            lines.append(
+                f"{r.name}: a source failed to judge {failed.sum:.0f} of {failed.count:.0f} samples ({kinds}): left"
+                " out, as no wrong answers"
+            )
         if abstained.sum:
-            which = f"{abstained.sum:.0f} of {abstained.count:.0f} samples"
-            lines.append(f"{r.name}: every source abstained from {which}: left out")
+            lines.append(
+                f"{r.name}: every source abstained from {abstained.sum:.0f} of {abstained.count:.0f} samples: left out"
+            )
     return lines
 
 
@@ -221,12 +241,17 @@ def planted_lines(run: Run) -> list[str]:
 def answer_lines(of: RunOutcome, said: Learning) -> list[str]:
     """The answer to "did it learn?", and what to try. A command stays on one line, so that it can be copied."""
     last, state = of.last, ""
+    # The sentence may have said it already.
     if last is not None and not of.finished and f"it took {last.steps} of" not in said.text:
         state = f" (not finished: {last.name} took {last.steps} of {last.stage.steps} steps)"
     out = textwrap.wrap(f"Did it learn? {said.text}{state}.", WIDTH, break_on_hyphens=False)
-    wrapped = textwrap.TextWrapper(WIDTH, initial_indent="  try: ", subsequent_indent="    ", break_on_hyphens=False)
     for advice in said.advice:
-        out += [f"  {advice}"] if "  # " in advice else wrapped.wrap(advice)
+        if "  # " in advice:
+            out.append(f"  {advice}")
+        else:
+            out += textwrap.wrap(
+                advice, WIDTH, initial_indent="  try: ", subsequent_indent="    ", break_on_hyphens=False
+            )
     return out
 
 
@@ -236,16 +261,30 @@ def show(console: PlainConsole, of: RunOutcome) -> None:
         console.print(line, style="bold red")
     for one in tables(of):
         console.print(one)
-    losses = [part for x in loss_lines(of) for part in textwrap.wrap(x, WIDTH, subsequent_indent="  ")]
-    lines = ["", *filter(None, [footnote(of)]), *agreement_lines(of), *losses, *proxy_lines(of), *unjudged(of)]
-    curve, learning = of.drawn, learned(of)
-    if curve is not None and (drawn := picture(curve_lines(curve))):
-        by = f" ({curve.stage.algorithm_name})" if curve.stage.algorithm_name else ""
-        lines += ["", f"{curve.name}, {curve.steps} steps{by}", *drawn]
-    lines += ["", *finding_lines(of), *answer_lines(of, learning), "", *role_lines(of), *memory_lines(of)]
-    steps = next_steps(of.run, of.folder, of.finished, learning.word == "got worse")
-    for line in (*lines, f"run folder: {of.folder}", "next:", *(f"  {step}" for step in steps)):
+    console.print()
+    for line in (
+        *filter(None, [footnote(of)]),
+        *agreement_lines(of),
+        *(part for x in loss_lines(of) for part in textwrap.wrap(x, WIDTH, subsequent_indent="  ")),
+        *proxy_lines(of),
+        *unjudged(of),
+    ):
         console.print(line)
+    curve = of.drawn
+    if curve is not None and (lines := picture(curve_lines(curve))):
+        by = f" ({curve.stage.algorithm_name})" if curve.stage.algorithm_name else ""
+        console.print()
+        console.print(f"{curve.name}, {curve.steps} steps{by}")
+        for line in lines:
+            console.print(line)
+    console.print()
+    learning = learned(of)
+    for line in (*finding_lines(of), *answer_lines(of, learning), "", *role_lines(of), *memory_lines(of)):
+        console.print(line)
+    console.print(f"run folder: {of.folder}")
+    console.print("next:")
+    for line in next_steps(of.run, of.folder, of.finished, learning.word == "got worse"):
+        console.print(f"  {line}")
 
 
 # --- summary.md ------------------------------------------------------------------------------------------------------
@@ -307,14 +346,17 @@ def write_summary(of: RunOutcome) -> list[str]:
     """Write summary.md and its picture into the run folder. Returns what could not be written, as lines."""
     from posttrain.report.plots import NO_MATPLOTLIB, summary_picture
 
-    notes, data = list[str](), None
+    notes: list[str] = []
     try:
         data = summary_picture(of)
-    except (ImportError, ConfigError) as error:
-        why = NO_MATPLOTLIB if isinstance(error, ImportError) else error
-        notes.append(f"{SUMMARY} has no picture: {why}")
-    if data is not None:
-        files.write_file(of.folder / PICTURE, data, durable=False)
+        if data is not None:
+            files.write_file(of.folder / PICTURE, data, durable=False)
+    except ImportError:
+        data = None
+        notes.append(f"{SUMMARY} has no picture: {NO_MATPLOTLIB}")
+    except ConfigError as error:
+        data = None
+        notes.append(f"{SUMMARY} has no picture: {error}")
     files.write_file(of.folder / SUMMARY, markdown(of, PICTURE if data is not None else "").encode(), durable=False)
     return notes
 
@@ -337,22 +379,23 @@ def conclude(folder: Path, console: PlainConsole | None) -> None:
     The summary is printed where there is a console. If it cannot be made, a note says so: the error must not hide how
     the run ended.
     """
-    notes: list[str] = []
     # Each of the two is tried on its own: if one fails, the other is written all the same.
     try:
         write_lineage(folder)
     except (PosttrainError, OSError) as error:
-        notes.append(f"no lineage record was written: {error}")
+        if console is not None:
+            console.print(f"note: no lineage record was written: {error}")
     try:
         of = read_outcome(folder)
         if console is not None:
             show(console, of)
-        notes += write_summary(of) if of.stages else []
+        if of.stages:
+            for note in write_summary(of):
+                if console is not None:
+                    console.print(f"note: {note}")
     except (PosttrainError, OSError) as error:
-        notes.append(f"no summary was written: {error}")
-    if console is not None:
-        for note in notes:
-            console.print(f"note: {note}")
+        if console is not None:
+            console.print(f"note: no summary was written: {error}")
 
 
 def show_report(console: PlainConsole, target: str, environment: str, report: EvaluationReport) -> None:

@@ -77,8 +77,10 @@ def _columns(line: CurveLine, last: int, width: int) -> list[tuple[int, float]]:
     placed = [(round(x / last * (width - 1)), y) for x, y in line.points if _drawn(x, y)]
     if not line.averaged:
         return placed
-    columns = dict.fromkeys(column for column, _ in placed)
-    return [(column, float(np.mean([y for at, y in placed if at == column]))) for column in columns]
+    columns: dict[int, list[float]] = {}
+    for column, y in placed:
+        columns.setdefault(column, []).append(y)
+    return [(column, float(np.mean(ys))) for column, ys in columns.items()]
 
 
 def _ends(low: float, high: float) -> tuple[float, float]:

@@ -118,7 +118,6 @@ def test_every_page_of_guidance_is_read_from_the_readme() -> None:
 
 
 @cache
-@cache
 def sentences() -> list[str]:
     """Every text of the package: the constant parts of each string, with `{}` where a value stands."""
     out = list[str]()

@@ -264,4 +264,4 @@ def test_turns_in_segments_of_their_own_are_turns() -> None:
     recorded: Any = SimpleNamespace(
         records=[SimpleNamespace(episode=episode)], top=0, stage=SimpleNamespace(reference=None)
     )
-    assert RecordedFacts(recorded, algorithm("grpo"), True).has["turns"]
+    assert RecordedFacts.of(recorded, algorithm("grpo"), True).turns

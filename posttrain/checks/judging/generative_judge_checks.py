@@ -105,6 +105,7 @@ class JudgingCheck(Observer):
         train = [environment.train.task(i) for i in range(count)]
         for task in (*train[:SHOWN], *environment.heldout[:SHOWN]):
             await shows_no_verdict(environment, judging, task)
+        # An order of sides exists only where two are compared.
         if judging.sides == 2:
             order_is_random([judging.better(t) == 0 for t in train])
 
@@ -113,8 +114,13 @@ class JudgingCheck(Observer):
 
 
 def votes_are_counted(judge: GenerativeJudge, group: Group, episode: Episode) -> None:
-    """The score of an answer is the mean of its recorded votes. The votes must be about this answer. An answer without
-    votes must have no score."""
+    """The score of an answer is the mean of its recorded votes.
+
+    The votes must be about this answer. An answer without votes must have no score.
+
+    Raises:
+        InvariantError: otherwise.
+    """
     verdict = next((j.verdict for j in episode.verdicts if j.source == judge.name), None)
     if verdict is None or verdict.state is not State.VALUE or verdict.score is None:
         return
@@ -146,7 +152,11 @@ def _counted(verdict: Verdict, rivals: Sequence[tuple[str, str]]) -> list[float]
 
 
 def step_votes_are_counted(judge: GenerativeStepJudge, episode: Episode) -> None:
-    """Every step of an answer has a score, and it is the mean of that step's recorded votes."""
+    """Every step of an answer has a score, and it is the mean of that step's recorded votes.
+
+    Raises:
+        InvariantError: otherwise.
+    """
     of_judge = [j for j in episode.verdicts if j.source == judge.name]
     if not of_judge or of_judge[0].verdict.state is not State.VALUE:
         return

@@ -28,6 +28,7 @@ GOLD = 8
 Text = Callable[[np.ndarray], str]
 """Decodes token ids."""
 Verdicts = Sequence[Judged]
+"""What the sources said of one answer."""
 JudgedGold = tuple[Turns, Attempt, tuple[Judged, ...]]
 """Turns of a right answer, the episode they make, and its verdicts."""
 
@@ -99,7 +100,8 @@ class RejudgedAnswers:
         groups = [g for g in groups if all(map(_turns, g)) and len({m.reward for m in g}) > 1]
         if not groups:
             return []
-        attempts, task = [_recorded_attempt(m, self.text) for m in groups[0]], groups[0][0].task.id
+        task = groups[0][0].task.id
+        attempts = [_recorded_attempt(m, self.text) for m in groups[0]]
         fault = await misplaced(together, attempts, at, self._steps_before)
         if fault == "siblings":
             raise InvariantError(

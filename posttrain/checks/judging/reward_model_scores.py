@@ -14,7 +14,7 @@ from posttrain.checks.stage_history import due
 from posttrain.core.batch import Packed
 from posttrain.core.gauge import Gauge
 from posttrain.core.types import Episode, Group, Segment
-from posttrain.core.verdict import State
+from posttrain.core.verdict import State, Verdict
 from posttrain.engine.files.fingerprint import fingerprint
 from posttrain.environment.templates import template_process
 from posttrain.environment.templates.renderer import Renderer
@@ -93,14 +93,16 @@ def scores_hold(judge: RewardModelJudge, group: Group, episode: Episode, dtype: 
         InvariantError: it is another score; or the difference is rounding, and is larger than the `resolution` that
             the judge declares.
     """
-    of_judge = {id(e): j.verdict for e in group.episodes for j in e.verdicts if j.source == judge.name}
-    verdict = of_judge.get(id(episode))
+    verdict = verdict_of(judge, episode)
     if verdict is None or verdict.state is not State.VALUE or verdict.score is None:
         return 0.0
+    again = scored_again(judge, episode)
     # Rounding is relative to the scores that are compared, which are the siblings'.
-    largest = max(abs(v.score) for v in of_judge.values() if v.score is not None)
-    if (again := scored_again(judge, episode)) is None:
-        # A model with a tokenizer of its own may be unable to read the answer: nothing to compare.
+    group_scores = [v.score for e in group.episodes if (v := verdict_of(judge, e)) is not None and v.score is not None]
+    largest = max(map(abs, group_scores))
+    if again is None:
+        # A model with a tokenizer of its own may be unable to read what the policy said. Then there is nothing to
+        # compare.
         if any(m.renderer is not None for m in judge.members):
             return 0.0
         raise InvariantError(
@@ -127,11 +129,21 @@ def scores_hold(judge: RewardModelJudge, group: Group, episode: Episode, dtype: 
     return noise
 
 
+def verdict_of(judge: RewardModelJudge, episode: Episode) -> Verdict | None:
+    """The judge's verdict about an episode; None if there is none."""
+    return next((j.verdict for j in episode.verdicts if j.source == judge.name), None)
+
+
 def reads_the_last_token(member: JudgeMember, probe: np.ndarray) -> None:
-    """A head that reads the last token gives another score where that token is another one."""
+    """A head that reads the last token gives another score where that token is another one.
+
+    Raises:
+        InvariantError: the score does not depend on it.
+    """
+    blank = member.blank
     # The blank token must be nowhere in the probe: transformers reads the head at the token before it. The first token
     # of the probe takes its place, or the next id of the vocabulary where that one is blank itself.
-    ids, blank = probe.astype(np.int32).copy(), member.blank
+    ids = probe.astype(np.int32).copy()
     if blank is not None:
         ids = np.where(ids == blank, ids[0] if ids[0] != blank else (blank + 1) % (int(ids.max()) + 1), ids)
     changed = ids.copy()
@@ -146,8 +158,13 @@ def reads_the_last_token(member: JudgeMember, probe: np.ndarray) -> None:
 
 
 def holds_what_was_trained(member: JudgeMember, folder: Path) -> None:
-    """A reward model that a stage of this run trained has the weights that the stage kept, bit for bit."""
+    """A reward model that a stage of this run trained has the weights that the stage kept, bit for bit.
+
+    Raises:
+        InvariantError: names the weights that differ.
+    """
     saved = load_file(kept_folder(folder, member.stage) / WEIGHTS)
+    # Only what the stage kept can be compared.
     loaded = {n: t for n, t in member.scorer.tensors().items() if n in saved}
     if not loaded or not any(n.startswith(REWARD_HEAD) for n in loaded):
         raise InvariantError(f"reward model {member.name} holds none of the weights that stage {member.stage} kept")
@@ -181,20 +198,25 @@ class RewardModelCheck(Observer):
 
     def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
         judges = _judges(roles)
-        if judges and isinstance(event, PlayedEvent):
-            e = event.experience
-            # Chosen by the number of the step, so that no answer decides whether it is looked at.
-            group = e.played[e.index % len(e.played)]
-            if not (judged := [x for x in group.episodes if x.reward is not None or x.truth is not None]):
-                return None
-            chosen = judged[e.index % len(judged)]
-            noise = [scores_hold(j, group, chosen, roles.run.model.dtype) for j in judges]
-            # Told once: whether a model has a template does not change from step to step.
-            notes = () if self._template_noted else tuple(_without_template(judges, chosen))
-            self._template_noted = True
-            return ObserverReport({"canary/reward_noise": Gauge(max(noise), 1)}, notes)
-        if judges and isinstance(event, LearnedEvent) and due(event.packed.index):
-            self._unmoved(roles)
+        if not judges:
+            return None
+        match event:
+            case PlayedEvent(e):
+                # Chosen by the number of the step, so that no answer decides whether it is looked at.
+                group = e.played[e.index % len(e.played)]
+                judged = [x for x in group.episodes if x.reward is not None or x.truth is not None]
+                if not judged:
+                    return None
+                chosen = judged[e.index % len(judged)]
+                noise = [scores_hold(j, group, chosen, roles.run.model.dtype) for j in judges]
+                # Told once: whether a model has a template does not change from step to step.
+                notes = () if self._template_noted else tuple(_without_template(judges, chosen))
+                self._template_noted = True
+                return ObserverReport({"canary/reward_noise": Gauge(max(noise), 1)}, notes)
+            case LearnedEvent(packed, _, _) if due(packed.index):
+                self._unmoved(roles)
+            case _:
+                pass
         return None
 
     def _unmoved(self, roles: ReinforceRoles) -> None:

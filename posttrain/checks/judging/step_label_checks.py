@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -55,19 +55,24 @@ def token_ends(text: Text, ids: np.ndarray, lengths: Sequence[int]) -> list[int]
 
 
 def labels_are_of_their_steps(answer: LabelledAnswer, text: Text) -> None:
-    """The completions of a step go on from its end, and its label is how they were judged."""
+    """The completions of a step go on from its end, and its label is how they were judged.
+
+    Raises:
+        InvariantError: names the step.
+    """
     # The record has the words of the steps, and a label belongs to a token: the tokens are found again from the words.
     e, spoken = answer.episode, said(answer.episode)
     lengths = np.cumsum([len(s) for s in answer.steps]).tolist()
-    ends, steps = token_ends(text, spoken, lengths), len(answer.steps)
+    ends = token_ends(text, spoken, lengths)
     if "".join(answer.steps) != text(spoken) or list(answer.tokens) != ends:
         raise InvariantError(
             f"the steps of an answer to task {e.task.id!r} are {list(answer.steps)} and end at tokens"
             f" {list(answer.tokens)}, and it says {text(spoken)!r}, whose steps end at {ends}: a label would be of"
             " another step"
         )
-    if not steps == len(answer.completions) == len(answer.values.right) == len(answer.values.asked):
-        raise InvariantError(f"an answer to task {e.task.id!r} has {steps} steps and other many labels")
+    # The walk over steps below reads all of these at one place.
+    if not len(answer.steps) == len(answer.completions) == len(answer.values.right) == len(answer.values.asked):
+        raise InvariantError(f"an answer to task {e.task.id!r} has {len(answer.steps)} steps and other many labels")
     for k, completions in enumerate(answer.completions):
         for c in completions:
             # A completion repeats the answer's own tokens up to the end of the step, not only its words.
@@ -79,7 +84,8 @@ def labels_are_of_their_steps(answer: LabelledAnswer, text: Text) -> None:
                 )
         # Completions that nobody could judge leave the share. Counted as wrong they would lower the label.
         judged = [c.right.of(c.figure) for c in completions if c.figure is not None]
-        if (answer.values.right[k], answer.values.asked[k]) != (right := sum(judged), len(judged)):
+        right = sum(judged)
+        if (answer.values.right[k], answer.values.asked[k]) != (right, len(judged)):
             raise InvariantError(
                 f"step {k + 1} of an answer to task {e.task.id!r} has {answer.values.right[k]} right completions of"
                 f" {answer.values.asked[k]}, and {right} of {len(judged)} were judged right: the label of another step,"
@@ -114,7 +120,8 @@ class StepLabelCheck(Observer):
             )
         for row, answer in zip(step_rows, self._answers, strict=True):
             judged = [[c.right.of(c.figure) for c in of_step if c.figure is not None] for of_step in answer.completions]
-            # The hard label asks for one right completion, the soft one for the chance of several tries.
+            # The hard label asks for one right completion. The soft one is the chance of a prover that has several
+            # tries.
             hard = [any(of_step) for of_step in judged]
             soft = [_share(of_step, roles.stage.prover) for of_step in judged]
             same = len(row["values"]) == len(soft) and np.allclose(row["values"], soft, rtol=0, atol=1e-12)
@@ -140,7 +147,11 @@ def _share(right: Sequence[bool], prover: int) -> float:
 
 
 def steps_are_as_judged(roles: RewardRoles, batch: Batch, judged: Sequence[Judgement]) -> None:
-    """The label of every step is at its last token, and no other token has one."""
+    """The label of every step is at its last token, and no other token has one.
+
+    Raises:
+        InvariantError: names the completion and the token.
+    """
     stage, label_M = roles.stage, batch[STEP]
     for s, j in enumerate(judged):
         assert isinstance(j, StepLabels)
@@ -202,8 +213,11 @@ def expected_step_loss(roles: RewardRoles, batch: Batch, judged: Sequence[Judgem
 
 
 def step_verdicts_hold(judge: StepJudge, e: Episode, dtype: str) -> float:
-    """The recorded scores of an answer's steps are those of its own tokens, read alone. Returns the largest
-    difference."""
+    """The recorded scores of an answer's steps are those of its own tokens, read alone. Returns the largest difference.
+
+    Raises:
+        InvariantError: one is another score, or at another token.
+    """
     recorded = [j for j in e.verdicts if j.source == judge.name]
     # Where a step has no score the answer failed or was abstained from, so there is nothing to compare.
     if not recorded or any(j.verdict.state is not State.VALUE for j in recorded):
@@ -241,7 +255,8 @@ def step_lengths(text: str, separator: str) -> list[int]:
 
     A blank piece belongs to the step before it. At the start of the text it belongs to the first step.
     """
-    out, at = list[int](), 0
+    out: list[int] = []
+    at = 0
     for piece in text.split(separator):
         at = min(at + len(piece) + len(separator), len(text))
         # A blank piece makes no step. Its characters are added to the step before it.
@@ -277,33 +292,37 @@ class StepJudgeCheck(Observer):
     At every step: one answer's steps have the scores of its own tokens. At `due` steps: no weight has changed.
     """
 
-    _judges: Sequence[StepJudge] = ()
-    _digests: Mapping[str, str] = {}
+    def __init__(self) -> None:
+        self._digests: dict[str, str] = {}
 
     async def begin(self, roles: ReinforceRoles) -> None:
-        self._judges = [j for j in roles.rollout.judges if isinstance(j, StepJudge)]
-        self._digests = self._present_digests()
-        for judge in self._judges:
+        self._digests = _digests(roles)
+        for judge in _judges(roles):
             if judge.member.stage:
                 holds_what_was_trained(judge.member, roles.book.folder)
 
     def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
         match event:
-            case PlayedEvent(e) if self._judges:
+            case PlayedEvent(e) if _judges(roles):
                 group = e.played[e.index % len(e.played)]
                 if judged := [x for x in group.episodes if x.figure is not None]:
                     chosen = judged[e.index % len(judged)]
-                    noise = [step_verdicts_hold(j, chosen, roles.run.model.dtype) for j in self._judges]
+                    noise = [step_verdicts_hold(j, chosen, roles.run.model.dtype) for j in _judges(roles)]
                     return ObserverReport({"canary/reward_noise": Gauge(max(noise), 1)})
             # A digest reads all weights, so it is taken at due steps only.
             case LearnedEvent(packed, _, _) if self._digests and due(packed.index):
-                if self._digests != self._present_digests():
+                if self._digests != _digests(roles):
                     raise InvariantError(
                         "the weights of a process reward model have changed since the stage began. It must stay as it"
                         " was trained: look for tensors that it shares with the policy"
                     )
         return None
 
-    def _present_digests(self) -> dict[str, str]:
-        """The digest of each judge's weights, by its name."""
-        return {j.name: fingerprint(j.member.scorer.tensors().items()) for j in self._judges}
+
+def _judges(roles: ReinforceRoles) -> list[StepJudge]:
+    return [j for j in roles.rollout.judges if isinstance(j, StepJudge)]
+
+
+def _digests(roles: ReinforceRoles) -> dict[str, str]:
+    """The digest of each judge's weights, by its name."""
+    return {j.name: fingerprint(j.member.scorer.tensors().items()) for j in _judges(roles)}

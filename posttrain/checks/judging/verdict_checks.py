@@ -78,10 +78,11 @@ class VerifierCheck(Observer):
     def on_event(self, roles: JudgedRoles, event: Event) -> ObserverReport | None:
         if not isinstance(event, PlayedEvent):
             return None
-        # Kept for `after`: judging again calls the environment, and only that hook can wait for it.
-        self._experience = e = event.experience
+        e = event.experience
         failures_stay_out(e.played)
         enough_judged("samples of this step", e.played, roles.run, roles.stage, roles.book.folder, "reward")
+        # Kept for `after`: judging again calls the environment, and only that hook can wait for it.
+        self._experience = e
         return ObserverReport(notes=self._unjudged(e))
 
     async def after(self, roles: JudgedRoles, step: Step) -> ObserverReport | None:
@@ -100,19 +101,24 @@ class VerifierCheck(Observer):
         now = {n for n in components(episodes) if n.startswith("failed/")}
         # Where all sources abstain there is no reward and no failure, so `components` has no name for it.
         now |= {"rollout/abstained"} if any(x.reward is None and not failed(x.verdicts) for x in episodes) else set()
-        # A kind counts as known only where it happened. 64 steps are what `StageHistory.trim` leaves.
+        # A gauge that is 0 in a step is no news: a kind counts as known only where it happened. 64 steps are what
+        # `StageHistory.trim` leaves.
         known = {n for s in self._history.steps[-64:] for n, g in s.gauges.items() if g.sum and n in now}
-        note = (
-            f"{sum(x.reward is None for x in episodes)} of {len(episodes)} samples could not be judged:"
-            f" {unjudged_words(e.played)}. They are left out, as no wrong answers; rollout/failed and"
-            " rollout/abstained count them from here on"
+        if not now - known:
+            return ()
+        return (
+            (
+                f"{sum(x.reward is None for x in episodes)} of {len(episodes)} samples could not be judged:"
+                f" {unjudged_words(e.played)}. They are left out, as no wrong answers; rollout/failed and"
+                " rollout/abstained count them from here on"
+            ),
         )
-        return (note,) if now - known else ()
 
 
 def measured_right(report: EvaluationReport) -> None:
     """Held-out accuracy, mean reward and pass@k, counted a second way from the verdicts themselves."""
-    solved, means = list[tuple[int, int]](), list[float]()
+    solved: list[tuple[int, int]] = []
+    means: list[float] = []
     by_question: dict[str, list[tuple[float, Right]]] = {}
     # Rows that ask the same are one task: their answers are pooled, and the task counts once in the mean.
     for g in report.groups:

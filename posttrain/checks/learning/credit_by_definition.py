@@ -44,8 +44,21 @@ READS: dict[str, tuple[str, ...]] = {
 COMPARES = ("GroupMean", "Others", "LengthMean", "SoftMean", "SecondBest", "ImplicitOthers")
 """The baselines in `READS` under which siblings with equal outcomes have no credit."""
 NEUTRAL = {
-    *("name", "paper", "note", "parent", "ratio", "clip", "aggregate", "correction", "filter", "entropy", "tokens"),
-    *("curriculum", "imitate", "distill", "step_scale"),
+    "name",
+    "paper",
+    "note",
+    "parent",
+    "ratio",
+    "clip",
+    "aggregate",
+    "correction",
+    "filter",
+    "entropy",
+    "tokens",
+    "curriculum",
+    "imitate",
+    "distill",
+    "step_scale",
 }
 """Choices of an algorithm that do not affect its credit."""
 SCALES = ("one", "group_std", "batch_std", "group_mean", "mixed_share")
@@ -127,6 +140,7 @@ class CreditTerms:
     size: float
     """The sum of the absolute terms of `reward`, which its rounding is relative to."""
     resolution: float
+    """The coarsest resolution of the sources of the reward, relative to its terms."""
     why: str
     """Why the episode has no gradient; '' if it has one."""
 
@@ -144,12 +158,16 @@ def expected_credit(
 ) -> list[ExpectedCredit] | None:
     """The credit of every judged episode of a step; None if the algorithm has a piece that is not covered, or a stream
     that it reads is missing."""
-    name, pull, pays_kl = kind(a.baseline), a.pull, getattr(a.pull, "placement", "") in ("reward", "both")
+    name = kind(a.baseline)
+    pays_kl = getattr(a.pull, "placement", "") in ("reward", "both")
     needed: tuple[Stream, ...] = {"Value": (VALUE,), "ImplicitOthers": (IMPLICIT, REFERENCE)}.get(name, ())
     if pays_kl:
-        needed = (*needed, REFERENCE, *((START,) if a.anchor == "start" else ()))
+        needed += (REFERENCE, START) if a.anchor == "start" else (REFERENCE,)
+        if getattr(a.pull, "estimator", "") not in ("k1", "k2", "k3"):
+            return None
+    # One sibling without scores leaves the level of the others unknown.
     lacks = any(stream not in s for g in groups for s in g.episodes for stream in needed)
-    if uncovered_credit(a) or lacks or (pays_kl and getattr(pull, "estimator", "") not in ("k1", "k2", "k3")):
+    if uncovered_credit(a) or lacks:
         return None
     samples = [_terms(a, s, p, max_tokens, pays_kl) for p, g in enumerate(groups) for s in g.episodes]
     members = [[x for x in samples if x.group == p] for p in range(len(groups))]
@@ -257,10 +275,12 @@ def _scales(a: Algorithm, samples: Sequence[CreditTerms], members: Sequence[Sequ
     agree."""
 
     def columns(of: Sequence[CreditTerms]) -> tuple[list[float], list[float], float]:
+        """The rewards, the sizes of their terms, and the coarsest resolution."""
         return [x.reward for x in of], [x.size for x in of], max((x.resolution for x in of), default=0.0)
 
     # Over all groups of the step at once, for scale=batch_std.
-    batch_std, groups = _std(*columns(samples)), [columns(of) for of in members]
+    batch_std = _std(*columns(samples))
+    groups = [columns(of) for of in members]
     # Groups that differ at all, for scale=mixed_share.
     mixed = sum(len(r) for r, t, f in groups if not alike(r, t, f))
     out: list[float] = []
@@ -289,7 +309,8 @@ def _centred(
 ) -> list[np.ndarray]:
     """The reward minus its baseline and before any scale, for each episode's spoken tokens. `members`: the samples of
     each group."""
-    name, baseline, out = kind(a.baseline), a.baseline, list[np.ndarray]()
+    name, baseline = kind(a.baseline), a.baseline
+    out: list[np.ndarray] = []
     for x in samples:
         if name == "Value":
             out.append(_advantages_to_go(baseline, x))
@@ -303,7 +324,7 @@ def _centred(
             credit = x.reward - (ema if name == "Ema" else 0.0)
             # The average moves after each episode, for the next one. A replayed group moved it already.
             if name == "Ema" and not groups[x.group].group.again:
-                ema += (1 - a.baseline.decay) * credit  # type: ignore[union-attr]
+                ema += (1 - baseline.decay) * credit  # type: ignore[union-attr]
             out.append(np.full(x.spoken, credit))
         else:
             out.append(np.full(x.spoken, _compared(baseline, x, members[x.group])))

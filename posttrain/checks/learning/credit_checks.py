@@ -99,12 +99,15 @@ class StepCreditAudit:
         """The episodes whose expected credit these rows hold; several if answers are equal to the last bit."""
         got = batch[ADVANTAGE][rows]
         # Equal answers may have other credit (under a moving average), so each of them is tried.
-        bounds = [CREDIT_BOUND * np.maximum(1, np.abs(entry.credit)) for entry in options]
-        off = [np.abs(got - entry.credit) for entry in options]
-        agreeing = [entry for entry, x, bound in zip(options, off, bounds, strict=True) if np.all(x <= bound)]
+        agreeing = [
+            entry
+            for entry in options
+            if np.all(np.abs(got - entry.credit) <= CREDIT_BOUND * np.maximum(1, np.abs(entry.credit)))
+        ]
         if agreeing:
             return agreeing
-        entry, t = options[0], int(np.argmax(off[0]))
+        entry = options[0]
+        t = int(np.argmax(np.abs(got - entry.credit)))
         e = entry.scored.episode
         raise InvariantError(
             f"credit is wrong: token {t} of {len(got)} of task {e.task.id!r} (sibling {e.sibling}, reward {e.reward:g})"
@@ -140,8 +143,13 @@ class StepCreditAudit:
         """
         # All these count in the denominators, those without credit too.
         members = [entry for entry in self._expected if entry.group in group_numbers and not entry.dropped]
-        tokens, groups = [len(entry.credit) for entry in members], [entry.group for entry in members]
-        if (want := weights(self._algorithm.aggregate, tokens, groups, self._max_tokens)) is None:
+        want = weights(
+            self._algorithm.aggregate,
+            [len(entry.credit) for entry in members],
+            [entry.group for entry in members],
+            self._max_tokens,
+        )
+        if want is None:
             return
         weight = {id(entry): w for entry, w in zip(members, want, strict=True)}
         for rows, expected in zip(self._rows, matched, strict=True):

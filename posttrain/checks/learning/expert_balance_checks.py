@@ -36,9 +36,11 @@ def balance_agrees(batch: Batch, passes: Passes, routers: Routers, coef: float, 
     known_N = (batch.routed_N != UNKNOWN).all((1, 2))
     chosen = batch.routed_N[known_N]
     # Rows are pairs of token and layer.
-    rows, load_E, wanted = chosen.shape[0] * chosen.shape[1], np.zeros(routers.experts), 0.0
+    rows = chosen.shape[0] * chosen.shape[1]
+    load_E = np.zeros(routers.experts)
     # f_e: the share of rows that chose expert e, over the whole minibatch.
     np.add.at(load_E, chosen.ravel(), 1 / rows)
+    wanted = 0.0
     for micro in passes.micros:
         assert micro.routed_N is not None
         known_here_N = (micro.routed_N != UNKNOWN).all((1, 2))
@@ -75,6 +77,9 @@ class BalanceCheck(Observer):
         if routers is None or batch.balance_E is None:
             return None
         model = roles.run.model
-        replay = model.router_replay != "none"
         with roles.clock.of("check"):
-            return ObserverReport(balance_agrees(batch, event.passes, routers, coef, replay=replay, dtype=model.dtype))
+            return ObserverReport(
+                balance_agrees(
+                    batch, event.passes, routers, coef, replay=model.router_replay != "none", dtype=model.dtype
+                )
+            )

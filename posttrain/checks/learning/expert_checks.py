@@ -110,10 +110,12 @@ def choices_are_the_samplers(followed: RoutedPass, packed: Packed, fresh_N: np.n
             " up. Look for a layer that chooses again, or a hook that was removed"
         )
     # Older weights rightly chose other experts. So only tokens of the present weights are judged.
-    if not len(chosen := np.flatnonzero(fresh_N & known)):
+    chosen = np.flatnonzero(fresh_N & known)
+    if not len(chosen):
         return {}
+    regret = followed.regret[chosen]
     # Rounding grows with the logits, so the bound does.
-    regret, bound = followed.regret[chosen], NEAR[dtype] * max(1.0, followed.scale)
+    bound = NEAR[dtype] * max(1.0, followed.scale)
     # Written so that a NaN is wrong.
     if not float(regret.max()) <= bound:
         n, r = (int(i) for i in np.unravel_index(int(regret.argmax()), regret.shape))
@@ -133,8 +135,9 @@ def learner_follows(roles: ReinforceRoles, routers: Routers, packed: Packed) -> 
     assert segment.routed_N is not None
     known = known_rows(segment.routed_N)[:, None, None]
     # Every choice moved on by one: experts that no router chose. Only a pass that follows them agrees with the other.
-    others = np.where(known, (segment.routed_N + 1) % routers.experts, segment.routed_N).astype(np.int16)
-    shifted = replace(segment, routed_N=others)
+    shifted = replace(
+        segment, routed_N=np.where(known, (segment.routed_N + 1) % routers.experts, segment.routed_N).astype(np.int16)
+    )
     wanted, scored = routers.read(shifted, replay=True).logp, roles.learner.score(shifted)
     gap, bound = float(np.abs(wanted - scored).max()), FOLLOWS[roles.run.model.dtype]
     if not gap <= bound:
@@ -233,7 +236,8 @@ def experts_learn(
             # A layer with no gradient anywhere is frozen or cut off, which other checks tell.
             still = [e for e in busy.tolist() if not sizes[e] and sizes.any()]
             if still and certain is not None:
-                # A pass without replay is made only when an expert looks wrong, and once for all layers.
+                # A pass without replay costs a forward pass: it is made only when an expert looks wrong, and once for
+                # all layers.
                 certain_counts = certain() if certain_counts is None else certain_counts
                 still = [e for e in still if certain_counts[r][e] >= LEARNS_FROM]
             if still:
@@ -296,7 +300,7 @@ def _followed(name: str, gradient: Any, tensor: Any, busy: np.ndarray, expected:
         at = e * width + int(gradient[e].detach().abs().argmax())
         value = float(tensor.detach().flatten()[at])
         move = expected(name, gradient.detach(), at)
-        # Where the gradient is no number the optimizer may leave the step out.
+        # Where the gradient is no number, the optimizer may leave the step out.
         if move is not None and not math.isnan(move) and not may_be_rounded_away(move, value):
             out.append(FollowedExpert(name, e, at, value))
     return out
@@ -337,11 +341,17 @@ class ExpertsCheck(Observer):
                 with roles.clock.of("check"):
                     return self._played(roles, routers, e)
             case DifferentiatedEvent(packed, passes) if _is_checked(packed) and passes.logp_grad:
-                batch, trained, moves = packed.batch, roles.trainer.trained(), _moves(roles, event.share)
+                batch = packed.batch
                 heard = learned_from(batch, passes)
-                certain = _certain(roles, routers, batch, heard)
-                first = AT_ONCE * packed.index
-                self._followed = experts_learn(batch, routers, trained, moves, first, heard, certain)
+                self._followed = experts_learn(
+                    batch,
+                    routers,
+                    roles.trainer.trained(),
+                    _moves(roles, event.share),
+                    AT_ONCE * packed.index,
+                    heard,
+                    _certain(roles, routers, batch, heard),
+                )
             case LearnedEvent() if self._followed:
                 # Let go before anything is raised: it holds numbers of weights that are gone.
                 followed, self._followed = self._followed, []
@@ -363,14 +373,15 @@ class ExpertsCheck(Observer):
         followed, alone = routers.read(packed, replay=True), routers.read(packed, replay=False)
         self._own_choices, known = alone.own, known_rows(packed.routed_N)
         # Turns that went on under new weights have experts of several versions, none of which can be judged.
-        other_caches = getattr(roles.run.engine, "update", "drain") != "drain" and bool(roles.stage.staleness)
-        fresh = np.zeros_like(tokens.fresh_N) if other_caches else tokens.fresh_N
+        fresh = tokens.fresh_N if not _other_caches(roles) else np.zeros_like(tokens.fresh_N)
         gauges = choices_are_the_samplers(followed, packed, fresh, dtype)
         if roles.run.model.router_replay == "start":  # what is learned from has other experts than the sampler's
             exact = lambda: routers.followed().exact(packed)  # noqa: E731
             # From packed tokens to spoken ones: the flag of the place that predicts each.
-            mu_M, fresh_M = tokens.mu_M, fresh[packed.source_M]
-            gauges |= sampler_agrees(packed, mu_M, followed.logp, fresh_M, dtype=dtype, exact=exact, text=roles.text)
+            fresh_M = fresh[packed.source_M]
+            gauges |= sampler_agrees(
+                packed, tokens.mu_M, followed.logp, fresh_M, dtype=dtype, exact=exact, text=roles.text
+            )
         if roles.run.model.router_replay != "none" and due(e.index):
             # The scoring pass is the one that training compares with, so it is the one that must follow.
             gauges |= learner_follows(roles, routers, packed)
@@ -392,6 +403,11 @@ class ExpertsCheck(Observer):
 def _is_checked(packed: PackedEvent) -> bool:
     """Returns whether the check looks at a minibatch: the first of a due step, if its experts are known."""
     return packed.first and due(packed.index) and packed.batch.routed_N is not None
+
+
+def _other_caches(roles: ReinforceRoles) -> bool:
+    """Returns whether turns go on under new weights, so that a sequence's experts may be those of several versions."""
+    return getattr(roles.run.engine, "update", "drain") != "drain" and bool(roles.stage.staleness)
 
 
 def _certain(

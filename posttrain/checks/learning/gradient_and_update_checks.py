@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from posttrain.engine.files.fingerprint import fingerprints
 from posttrain.engine.learner.learner import HEADS
 from posttrain.engine.parallel.sharded_learner import ShardedLearner
 from posttrain.engine.parallel.tensor_parallel import TensorLearner
-from posttrain.role.events import DifferentiatedEvent, Event, LearnedEvent, Observer, ObserverReport
+from posttrain.role.events import DifferentiatedEvent, Event, LearnedEvent, Observer, ObserverReport, PackedEvent
 from posttrain.role.learning.logprob_tolerance import packed_text
 from posttrain.role.roles import StageRoles
 from posttrain.system.errors import InvariantError
@@ -55,13 +55,20 @@ gradients a shape it is off by up to .20 with 2 rows, .09 with 4, and .02 with 3
 
 
 def gradient_reaches(learner: Learner, ids: np.ndarray) -> None:
-    """Every trainable parameter that the log-probs depend on gets a gradient from them. A training batch may give it
-    none for good reasons: all returns are 0, one token is kept, an expert is not chosen. So the log-probs of a fixed
-    sequence (`ids`) are differentiated. A parameter without a gradient is moved a little: if that changes the
-    log-probs, it is cut off from the loss, which is an error. A value head must get its gradient from the values."""
+    """Every trainable parameter that the log-probs depend on gets a gradient from them.
+
+    A training batch can give a parameter no gradient for good reasons: all returns are 0, one token is kept, an expert
+    is not chosen. So no batch is used here. The log-probs of a fixed sequence are differentiated. A parameter without
+    a gradient is moved a little. If that changes the log-probs, the parameter is cut off from the loss, which is an
+    error. A value head must get its gradient from the values.
+
+    Args:
+        ids: int32, the ids of the fixed sequence, at least two.
+    """
     packed = packed_text(ids)
     learner.train_mode(True)
-    # A value head changes no log-prob, and a reward head is no part of the policy: the rest must hear them.
+    # A value head changes no log-prob, and a reward head is no part of the policy: only the rest must hear the
+    # log-probs.
     parameters = {n: p for n, p in learner.parameters().items() if not n.startswith(HEADS)}
     head = {n: p for n, p in learner.parameters().items() if n.startswith("value_head.")}
     # Several ranks exchange inside their passes, so they have ways of their own that all of them go.
@@ -88,11 +95,13 @@ def gradient_reaches(learner: Learner, ids: np.ndarray) -> None:
 
 def _reaches_head(value: torch.Tensor | None, head: Mapping[str, Any]) -> None:
     """InvariantError if a parameter of the value head gets no gradient from the values."""
-    # The values are another output than the log-probs, so a head that is cut off shows only here. Where the values were
-    # computed without a gradient, all of it is.
-    deaf = [n for n, p in head.items() if not p.requires_grad] or list(head)
-    if all(p.requires_grad for p in head.values()) and value is not None and value.requires_grad:
+    # The values are another output than the log-probs, so a head that is cut off shows only here.
+    deaf = [n for n, p in head.items() if not p.requires_grad]
+    if not deaf and value is not None and value.requires_grad:
         deaf = _silent(value.sum(), head, keep=True)
+    elif not deaf:
+        # The values were computed without a gradient: all of the head is cut off.
+        deaf = list(head)
     if deaf:
         raise InvariantError(DEAF.format(", ".join(deaf)))
 
@@ -100,7 +109,12 @@ def _reaches_head(value: torch.Tensor | None, head: Mapping[str, Any]) -> None:
 def _silent(
     output: torch.Tensor, parameters: Mapping[str, Any], factors: torch.Tensor | None = None, *, keep: bool = False
 ) -> list[str]:
-    """Names of the parameters that get no gradient from an output. `keep`: the graph is used once more."""
+    """Returns the names of the parameters that get no gradient from an output.
+
+    Args:
+        factors: the weights of the output's numbers; None where it is one number.
+        keep: the graph is used once more.
+    """
     wanted = list(parameters.values())
     gradients = torch.autograd.grad(output, wanted, factors, allow_unused=True, retain_graph=keep)
     return [n for n, g in zip(parameters, gradients, strict=True) if g is None or not bool(g.any())]
@@ -110,7 +124,7 @@ def _silent(
 def _felt(learner: Learner, packed: Packed, parameter: Any, before: np.ndarray) -> bool:
     """Returns whether some log-prob changes when the parameter is moved. `before`: the log-probs without the move."""
     kept = parameter.detach().clone()
-    # A rank without rows of this weight takes part in the scoring all the same: it is an exchange of all.
+    # A rank without rows of this weight moves nothing, and takes part in the scoring: it is an exchange of all ranks.
     if not kept.numel():
         return float(np.abs(learner.score(packed) - before).max()) > FELT
     # A tensor that is all one number has no spread: its size stands for it, and 0.01 where that is smaller.
@@ -261,13 +275,15 @@ def keeps_to_schedule(config: Optimizer, handed: StepGradients, parameters: Mapp
             )
 
 
-class Update(NamedTuple):
-    """The largest difference of an optimizer step from the expected one, and the parameter that has it."""
+@dataclass(frozen=True)
+class Update:
+    """The largest difference of an optimizer step from the expected one."""
 
-    name: str = ""
-    moved: float = 0.0
+    name: str
+    """The parameter that has it."""
+    moved: float
     """Difference of the move, relative to the size of a full step."""
-    state: float = 0.0
+    state: float
     """Difference of the optimizer's state, relative to its largest number."""
 
 
@@ -278,7 +294,7 @@ def departure(handed: StepGradients, after: Mapping[str, torch.Tensor], state: M
         after: what the optimizer updates, after the step.
         state: the optimizer's state after the step.
     """
-    worst = Update()
+    worst = Update("", 0.0, 0.0)
     for name, expected in handed.expected.items():
         # In float64 on the host: the difference of two float32 weights must not be rounded again.
         old, new = (x.detach().double().cpu() for x in (handed.before[name], after[name]))
@@ -361,13 +377,12 @@ class UpdateCheck(Observer):
             case DifferentiatedEvent(packed, _, share):
                 # Where the learning rate falls or rises, later steps are compared too: a schedule may begin again.
                 schedule_due = roles.stage.optimizer.schedule != "constant" and due(packed.index)
-                # A step without credit may move nothing, so the check waits for one that has. A stage that has no
-                # credit (imitation, preferences) always calls for an update.
-                has_credit = ADVANTAGE not in packed.batch or bool(np.any(packed.batch[ADVANTAGE]))
-                checked = has_credit and (schedule_due or not self._moved)
+                # A step without credit may move nothing, so the check waits for one that has.
+                checked = _calls_for_update(packed) and (schedule_due or not self._moved)
                 # Made before the optimizer steps, from the gradients that it is about to get.
-                optimizer, config = roles.trainer.optimizer, roles.stage.optimizer
-                self._handed = StepGradients.of(optimizer, config, share) if checked else None
+                self._handed = (
+                    StepGradients.of(roles.trainer.optimizer, roles.stage.optimizer, share) if checked else None
+                )
             case LearnedEvent(lr=lr) if self._handed is not None:
                 handed, self._handed = self._handed, None  # it holds copies of weights
                 return ObserverReport(self._follow(roles, handed, lr))
@@ -391,10 +406,17 @@ class UpdateCheck(Observer):
             keeps_to_schedule(roles.stage.optimizer, handed, trained, lr)
             return Gauges()
         # An optimizer that was resumed has taken steps already: only a first step is compared whole.
-        seen = moved(handed, trained, lr)
-        if handed.first and (handed.expected or handed.largest):
-            seen |= update_agrees(roles.stage.optimizer, handed, trained, optimizer.state_tensors())
-        return seen
+        checked = handed.first and (handed.expected or handed.largest)
+        return merge(
+            moved(handed, trained, lr),
+            update_agrees(roles.stage.optimizer, handed, trained, optimizer.state_tensors()) if checked else {},
+        )
+
+
+def _calls_for_update(packed: PackedEvent) -> bool:
+    """Returns whether a minibatch calls for an update: a policy's does if some credit in it is not 0."""
+    # A stage that has no credit (imitation, preferences) always calls for an update.
+    return ADVANTAGE not in packed.batch or bool(np.any(packed.batch[ADVANTAGE]))
 
 
 def only_frozen_is_left_out(config: Optimizer, parameters: Mapping[str, Any], trained: Mapping[str, Any]) -> None:

@@ -30,8 +30,21 @@ from posttrain.ladder.pieces.token_choice import KlCov
 LIMIT = 20.0
 """Log-ratios are clamped to this before exp, as in the definition of the ratio."""
 NEUTRAL_IN_LOSS = {
-    *("name", "paper", "note", "parent", "baseline", "scale", "whiten", "aggregate", "filter", "shape", "entropy"),
-    *("curriculum", "rewards", "hint", "step_scale"),
+    "name",
+    "paper",
+    "note",
+    "parent",
+    "baseline",
+    "scale",
+    "whiten",
+    "aggregate",
+    "filter",
+    "shape",
+    "entropy",
+    "curriculum",
+    "rewards",
+    "hint",
+    "step_scale",
 }
 """Choices of an algorithm that do not affect the gradient of its loss by a log-prob, once credit and weights are
 known."""
@@ -331,8 +344,9 @@ def value_demand(value: Any, batch: Batch, value_M: np.ndarray) -> np.ndarray | 
     """d loss / d value of one minibatch: weight * coef * the derivative of half the larger square, plain or clipped."""
     if RETURN not in batch or (value.clip is not None and VALUE not in batch):
         return None
-    slope = unclipped = value_M - batch[RETURN]
-    if value.clip is not None:
+    unclipped = value_M - batch[RETURN]
+    slope = unclipped
+    if value.clip is not None and VALUE in batch:
         step = value_M - batch[VALUE]
         clipped = batch[VALUE] + np.clip(step, -value.clip, value.clip) - batch[RETURN]
         # The larger square counts. Where that is the clipped one, beyond the clip nothing moves the value.

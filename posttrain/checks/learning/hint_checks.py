@@ -70,15 +70,15 @@ class HintCheck(Observer):
         a, e = roles.stage.algorithm, s.episode
         assert a.hint is not None and roles.hints is not None
         # The hint is chosen again from the group, as the definition says it.
-        hint_task, environment = hinted_task(group.group.judged, e, a.hint.of), roles.rollout.environment
-        prompt = None if hint_task is None else abilities.hints(environment)(hint_task)
+        hint_task = hinted_task(group.group.judged, e, a.hint.of)
+        prompt = None if hint_task is None else abilities.hints(roles.rollout.environment)(hint_task)
         if prompt is None:
             raise InvariantError(
                 f"an answer to task {e.task.id!r} is learned from with a hint, and there is none for it: no other"
                 " answer of its group is right, or the environment has no hint. It must have no gradient"
             )
         # Tools of the task's own data, else those that the environment gives it.
-        tools = e.task.tools or (environment.abilities.tools or (lambda _: ()))(e.task)
+        tools = e.task.tools or (roles.rollout.environment.abilities.tools or (lambda _: ()))(e.task)
         packed = _behind(roles.rollout.dialogue(e.task.id).see(prompt, tools), e.segments[0])
         teacher = roles.hints.teacher(roles.learner, roles.reference)
         assert teacher is not None

@@ -68,8 +68,20 @@ def points_uphill(a: Algorithm, batch: Batch, logp_M: np.ndarray, value_M: np.nd
     """
     clip = None if a.clip is None else a.clip.without_top()
     # All that may pull against the credit on purpose is taken out.
-    out = dict.fromkeys(("pull", "entropy", "imitate", "distill", "hint", "tokens", "shown"), None)
-    alone = replace(a, **out, clip=clip, rewards="sum", shape=(), scale="one")
+    alone = replace(
+        a,
+        clip=clip,
+        pull=None,
+        entropy=None,
+        imitate=None,
+        distill=None,
+        hint=None,
+        tokens=None,
+        shown=None,
+        rewards="sum",
+        shape=(),
+        scale="one",
+    )
     logp, value = (torch.from_numpy(x).requires_grad_() for x in (logp_M, value_M))
     PolicyLoss(alone).terms(batch, TokenScores(logp, None, value)).loss.backward()
     # A step against the gradient: positive where the log-prob moves with its credit.

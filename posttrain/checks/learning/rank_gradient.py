@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,27 +81,26 @@ def silent_on_all_ranks(
         raise InvariantError(DEAF.format(", ".join(deaf)))
     if by_layer:
         products_agree(learner, gradients, wanted)
-    else:
-        if scores.value is not None and head:
-            # The values send gradients into the policy too: those of the log-probs alone are wanted.
-            logp = learner.forward(packed).logp
-            ((logp * cotangent(logp)).sum() / learner.ranks.world).backward()
-            _take_gradients(head)
-            gradients = _take_gradients(parameters)
+    elif scores.value is None or not head:
         summed_once(learner, packed, parameters, gradients)
+    else:  # the values send gradients into the policy too: those of the log-probs alone are wanted
+        summed_once(learner, packed, parameters, _of_logp(learner, packed, parameters, head))
     return [n for n in parameters if n not in heard]
 
 
 def silent_in_parts(
     learner: TensorLearner, packed: Packed, parameters: Mapping[str, Any], head: Mapping[str, Any]
 ) -> list[str]:
-    """Returns the names of the parameters of which some rank's part gets no gradient, or no rank's part where one may
-    rightly be unused (an expert). Each rank computes all tokens, and calls this with the same ones. InvariantError
-    where the value head gets no gradient, or the gradients of all parts are not that of the log-probs."""
-    # A mixture follows the present choices of experts: else a small move could change one, and log-probs jump.
-    if (routers := learner.routers()) is not None:
-        packed = replace(packed, routed_N=routers.read(packed, replay=False).own)
-        learner = cast("TensorLearner", routers.followed())
+    """Returns the names of the parameters of which some rank's part gets no gradient.
+
+    Where a part may rightly be unused (an expert), a parameter counts only if no rank's part gets one. Each rank
+    computes all tokens, and calls this with the same ones.
+
+    Raises:
+        InvariantError: the value head gets no gradient, or the gradients of all parts are not that of the log-probs.
+    """
+    # A mixture follows fixed experts: else a small move could change a choice, and log-probs would jump.
+    learner, packed = _as_chosen(learner, packed)
     scores = learner.forward(packed)
     (scores.logp * cotangent(scores.logp)).sum().backward()
     gradients = _take_gradients(parameters)
@@ -123,12 +122,35 @@ def silent_in_parts(
     return [n for n in parameters if not needed(one.get(n, False) for one in table)]
 
 
+def _as_chosen(learner: TensorLearner, packed: Packed) -> tuple[TensorLearner, Packed]:
+    """The learner and the batch with the experts fixed to those that the weights choose at present.
+
+    A small move of the weights then changes no choice. A model without experts is returned as it is.
+    """
+    routers = learner.routers()
+    if routers is None:
+        return learner, packed
+    follows = routers.followed()
+    assert isinstance(follows, TensorLearner)
+    return follows, replace(packed, routed_N=routers.read(packed, replay=False).own)
+
+
 def _take_gradients(parameters: Mapping[str, Any]) -> dict[str, Tensor]:
     """Copies of the parameters' gradients, which are then cleared."""
     gradients = {n: p.grad.detach().clone() for n, p in parameters.items() if p.grad is not None}
     for p in parameters.values():
         p.grad = None
     return gradients
+
+
+def _of_logp(
+    learner: ShardedLearner, packed: Packed, parameters: Mapping[str, Any], head: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """The gradients of the weighted sum of the log-probs alone; the parameters' own gradients are cleared."""
+    scores = learner.forward(packed)
+    ((scores.logp * cotangent(scores.logp)).sum() / learner.ranks.world).backward()
+    _take_gradients(head)
+    return _take_gradients(parameters)
 
 
 @contextmanager
@@ -150,7 +172,8 @@ def products(learner: ShardedLearner, parameters: Mapping[str, Any]) -> Iterator
             layer_input = inputs[0].detach().flatten(0, -2)
 
             def backward(gradient: Tensor) -> None:
-                # nn.Linear has [out, in], so rows are outputs; Conv1D has [in, out], so they are inputs.
+                # W of nn.Linear is [out, in] and of Conv1D [in, out]: rows are outputs in the first and inputs in the
+                # second.
                 left, right = (layer_input, gradient.flatten(0, -2))[:: 1 if turned else -1]
                 # dL/dW = left^T right over all tokens, and of it this rank's rows.
                 row_gradient = left[:, begin : begin + rows].double().T @ right.double()
@@ -176,11 +199,17 @@ def products(learner: ShardedLearner, parameters: Mapping[str, Any]) -> Iterator
 
 
 def products_agree(learner: ShardedLearner, gradients: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """The gradient of each linear layer is the sum over ranks; else InvariantError on every rank. It takes the place of
-    `summed_once` below float32, where its moves would be rounded away, and with DoRA, whose gradient is not that of the
-    log-probs. Embeddings and norms are cut and summed in the same way, and are not read."""
+    """The gradient of each linear layer is the sum over ranks.
+
+    This takes the place of `summed_once` below float32, where its moves would be rounded away, and with DoRA, whose
+    gradient is not that of the log-probs. Embeddings and norms are cut and summed in the same way, and are not read.
+
+    Raises:
+        InvariantError: on every rank, where a gradient is not that sum, or no layer could be compared.
+    """
     products_here = {
-        # <g, w> and <w, w> of this rank's rows: the gradient g, the wanted one w. Their sums give g / w.
+        # <g, w> and <w, w> of this rank's rows; g is the gradient and w the wanted one. Their sums over ranks give the
+        # share g / w.
         n: (float((gradients[n].double() * w).sum()) if n in gradients else 0.0, float((w * w).sum()))
         for n, w in wanted.items()
     }

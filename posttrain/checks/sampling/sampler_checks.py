@@ -219,6 +219,24 @@ def stops_are_true(groups: Sequence[Group], stop_ids: Sequence[int], max_tokens:
                 )
 
 
+def _band_line(band: Gauges, dtype: str) -> tuple[str, ...]:
+    """The noise band as a line for people, where rounding is coarser than float32."""
+    if "mismatch/band" not in band or dtype == "float32":
+        return ()
+    size = band["mismatch/band"].mean
+    return (f"noise band: sampler and learner differ by up to {size:.2g} nats for 99 % of tokens in {dtype}",)
+
+
+def _price_line(price: float | None, own_M: np.ndarray) -> tuple[str, ...]:
+    """Says what `exact=true` achieves and costs, as a line for people."""
+    if price is None:
+        return ()
+    return (
+        f"exact: sampler and learner agree bit for bit on {int(own_M.sum())} tokens; scoring them as the sampler does"
+        f" takes {price:.2g} times as long as the learner's own forward pass, and comes on top of it",
+    )
+
+
 def _with_its_experts(roles: ReinforceRoles, micro: Batch, logp_M: np.ndarray, fresh_M: np.ndarray) -> np.ndarray:
     """The log-probs of a training pass, as they would be with the sampler's experts: where a mixture's learner may
     choose others, the change that this makes in its scores is subtracted. Log-probs that agree anyway are returned as
@@ -227,6 +245,7 @@ def _with_its_experts(roles: ReinforceRoles, micro: Batch, logp_M: np.ndarray, f
     follows, gap = as_sampled(roles.learner), Gap.of(micro[MU][fresh_M], logp_M[fresh_M])
     replays_start = roles.run.model.router_replay == "start"
     may_differ = micro.routed_N is not None and (replays_start or follows is not roles.learner)
+    # Where the gap is within the least bound anyway, no further pass is made.
     if not may_differ or gap.within(LEAST[roles.run.model.dtype]):
         return logp_M
     if replays_start:
@@ -250,18 +269,20 @@ class SamplerCheck(Observer):
             case PlayedEvent(e):
                 # The engine counts by itself what it said, so nothing that builds transcripts can hide a token.
                 masks_cover_what_was_said(e.played, int(e.engine["engine/tokens"].sum))
-                # The last version is the learner's own, not the promised one: fresh tokens are of its weights.
+                # The last version is asked of the learner and not taken from the promise: fresh tokens are of its
+                # weights.
                 said_by_these_weights(e.played, (*e.promised[:-1], roles.trainer.version))
                 stops_are_true(e.played, roles.sampling.stop_ids or (), roles.sampling.max_tokens)
             case ScoredEvent(e, groups):
                 if roles.reference is not None:
                     reference_unmoved(roles.reference)
-                # Once: after the first update they hold other weights, and the first minibatch is compared.
+                # Once: after the first update they hold other weights, and the step's first minibatch is compared
+                # instead.
                 if self._fresh and any(g.episodes for g in groups):
                     self._fresh = False
                     return self._same_weights(roles, e, groups)
             case DifferentiatedEvent(packed, passes) if packed.first:
-                return ObserverReport(_ratio_is_one(roles, packed, passes))
+                return ObserverReport(self._ratio_is_one(roles, packed, passes))
         return None
 
     def _same_weights(self, roles: ReinforceRoles, e: Experience, groups: Sequence[ScoredGroup]) -> ObserverReport:
@@ -291,27 +312,21 @@ class SamplerCheck(Observer):
             routers = roles.learner.routers()  # a reference follows no choices
             alone = learner if routers is None else routers.read(packed, replay=False).logp
             no_distance_yet(alone, reference, dtype, lambda: roles.learner.exact(packed), packed.sampling.temperature)
-        notes: list[str] = []
-        if "mismatch/band" in band and dtype != "float32":
-            apart = f"differ by up to {band['mismatch/band'].mean:.2g} nats for 99 % of tokens in {dtype}"
-            notes.append(f"noise band: sampler and learner {apart}")
-        if (price := roles.learner.price(packed)) is not None:
-            cost = f"takes {price:.2g} times as long as the learner's own forward pass, and comes on top of it"
-            agree = f"sampler and learner agree bit for bit on {int(fresh.sum())} tokens"
-            notes.append(f"exact: {agree}; scoring them as the sampler does {cost}")
-        return ObserverReport(merge(gauges, band), tuple(notes))
+        return ObserverReport(
+            merge(gauges, band), (*_band_line(band, dtype), *_price_line(roles.learner.price(packed), fresh))
+        )
 
-
-def _ratio_is_one(roles: ReinforceRoles, packed: PackedEvent, passes: Passes) -> Gauges:
-    """On the first optimizer step after a push, every token sampled with the current weights has rho = 1."""
-    gauges, dtype, same = list[Gauges](), roles.run.model.dtype, roles.run.exact
-    for micro, logp in zip(passes.micros, passes.logp, strict=True):
-        exact = lambda batch=micro: as_sampled(roles.learner).exact(batch)  # noqa: E731
-        fresh = micro[VERSION] == packed.version
-        if keeps_caches(roles.run.engine):
-            # A segment with a token of other weights has a cache of theirs, and so no log-prob that the learner has.
-            fresh &= ~np.isin(micro.segment_M, micro.segment_M[~fresh])
-        learner = _with_its_experts(roles, micro, logp.astype(np.float32), fresh)
-        mu, text = micro[MU], roles.text
-        gauges.append(sampler_agrees(micro, mu, learner, fresh, dtype=dtype, exact=exact, text=text, same=same))
-    return merge(*gauges)
+    def _ratio_is_one(self, roles: ReinforceRoles, packed: PackedEvent, passes: Passes) -> Gauges:
+        """On the first optimizer step after a push, every token sampled with the current weights has rho = 1."""
+        gauges, dtype, same = list[Gauges](), roles.run.model.dtype, roles.run.exact
+        for micro, logp in zip(passes.micros, passes.logp, strict=True):
+            exact = lambda batch=micro: as_sampled(roles.learner).exact(batch)  # noqa: E731
+            fresh = micro[VERSION] == packed.version
+            if keeps_caches(roles.run.engine):
+                # A segment with a token of other weights has a cache of theirs, and so no log-prob that the learner
+                # could have.
+                fresh &= ~np.isin(micro.segment_M, micro.segment_M[~fresh])
+            learner = _with_its_experts(roles, micro, logp.astype(np.float32), fresh)
+            mu, text = micro[MU], roles.text
+            gauges.append(sampler_agrees(micro, mu, learner, fresh, dtype=dtype, exact=exact, text=text, same=same))
+        return merge(*gauges)

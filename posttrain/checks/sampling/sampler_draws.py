@@ -87,9 +87,13 @@ def look(episodes: Sequence[Episode], first: int) -> CheckedDraws | None:
             tokens_before += s.spoken
     if not chosen:
         return None
-    at_M = np.concatenate([np.arange(before, before + part.spoken) for _, part, before in chosen])
-    packed, full = Packed.of([part for _, part, _ in chosen]), tokens_left < 1 or packed_tokens >= PACKED
-    return CheckedDraws(packed, tuple(e for e, _, _ in chosen), at_M, full)
+    at = np.concatenate([np.arange(tokens_before, tokens_before + part.spoken) for _, part, tokens_before in chosen])
+    return CheckedDraws(
+        Packed.of([part for _, part, _ in chosen]),
+        tuple(e for e, _, _ in chosen),
+        at,
+        tokens_left < 1 or packed_tokens >= PACKED,
+    )
 
 
 def beginning(s: Segment, spoken: int) -> Segment:
@@ -211,9 +215,14 @@ class Bets:
 
 
 def bet_on_draws(bet: Bet, odds: Odds, noise: float) -> Gauges:
-    """Play one round for every token; InvariantError once the stake exceeds 1 / `ALPHA`. The alternatives are sharper
-    and flatter distributions. The factor of an alternative q is min(q / p, MOST), divided by 1 + 2 TV(q, p) (e^noise -
-    1): its largest mean if the engine's log-probs differ from the learner's by at most `noise`."""
+    """Play one round for every token. The alternatives are sharper and flatter distributions.
+
+    The factor of an alternative q is min(q / p, MOST), divided by 1 + 2 TV(q, p) (e^noise - 1). The divisor is the
+    largest mean the factor can have if the engine's log-probs differ from the learner's by at most `noise`.
+
+    Raises:
+        InvariantError: the stake exceeds 1 / `ALPHA`.
+    """
     # The cap bounds what one token can prove. The divisor makes up for noise in the engine's log-probs.
     worth_MK = np.minimum(odds.log_ratio_MK, math.log(MOST)) - np.log1p(2 * odds.distance_MK * math.expm1(noise))
     for worth_K in worth_MK:
@@ -241,6 +250,7 @@ def bet_on_answers(
     turn. No factor is smaller, so the mean stays at most 1 whichever turns are cancelled.
     """
     in_order = (*episodes[first:], *episodes[:first])
+    # The tokens of the cut turn are unknown, and with them everything that stands behind them in the order.
     cut = next((i for i, e in enumerate(in_order) if e.cut), None)
     draws = look(in_order[:cut], 0)
     gauges = {} if draws is None else bet_on_draws(bet, odds(draws.packed), noise(draws.packed))

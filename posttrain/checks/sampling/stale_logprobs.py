@@ -166,10 +166,7 @@ class ProbeCheck(Observer):
         # Without a push both sides hold different weights. After the last step there is no later one to compare in.
         if not self._prompts or roles.sync.sampler.version != roles.trainer.version or step.index == roles.stage.steps:
             return None
-        # The turns of an earlier push have other weights.
-        self.end()
-        if self._saying is not None:
-            await asyncio.gather(self._saying, return_exceptions=True)
+        await self._stop()
         self._version = roles.trainer.version
         self._saying = asyncio.ensure_future(self._say(roles, step.index))
         # Wait where time must not matter, or where so many probes were missed that the check would say nothing.
@@ -181,6 +178,12 @@ class ProbeCheck(Observer):
     def end(self) -> None:
         if self._saying is not None:
             self._saying.cancel()
+
+    async def _stop(self) -> None:
+        """Give up the turns of an earlier push, which has other weights."""
+        if self._saying is not None:
+            self._saying.cancel()
+            await asyncio.gather(self._saying, return_exceptions=True)
 
     async def _say(self, roles: ReinforceRoles, index: int) -> list[Group]:
         """Sample the turns of the probe, each as a group of one episode."""

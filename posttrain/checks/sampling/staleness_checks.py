@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.config.run import Reinforce
 from posttrain.core import seeds
 from posttrain.core.exchange.experience import Experience
 from posttrain.core.gauge import Gauge, Step
@@ -49,6 +50,7 @@ def next_of_the_walk(played: Sequence[Group], begin: int, source: TaskSource, se
             # visit: how often the walk went through all tasks before; at: the place in this round of it.
             visit, at = divmod(place, count)
             if visit not in order:
+                # Each round has a permutation of its own, computed once.
                 order[visit] = seeds.generator(seed, ORDER, visit).permutation(count)
             index = int(order[visit][at])
         if (g.task.id, g.visit) != (wanted := (source.task(index).id, visit)):
@@ -317,22 +319,28 @@ class AheadCheck(Observer):
         whole = run.deterministic
         # deterministic waits for whole groups, which is stricter than drain.
         versions_only_grow(e.played, getattr(run.engine, "update", "") == "drain" or whole, whole)
+        if stage.algorithm.filter is None and isinstance(roles.groups, GroupQueue):
+            waiting = len(roles.groups.queued()[0])
+            asked_within_bound(waiting, stage.staleness, stage.prompts, stage.steps - e.index)
         # A filter takes groups until enough have passed, so their number is no function of the step.
-        if stage.algorithm.filter is None:
-            if isinstance(roles.groups, GroupQueue):
-                waiting = len(roles.groups.queued()[0])
-                asked_within_bound(waiting, stage.staleness, stage.prompts, stage.steps - e.index)
-            if self._exact:
-                # Groups are asked until those of this step and of `staleness` further steps are on their way, or those
-                # of the steps that the stage has left.
-                ahead = min(stage.staleness + 1, stage.steps - e.index + 1) * stage.prompts
-                # Only what is missing is added: the others were asked in earlier steps, under earlier weights.
-                self._asked.extend([roles.sync.sampler.version] * (ahead - len(self._asked)))
-                # The oldest that were asked are the ones that this step took.
-                as_old_as_asked(e.played, [self._asked.popleft() for _ in e.played], whole)
+        if stage.algorithm.filter is None and self._exact:
+            self._note_asked(stage, e.index, roles.sync.sampler.version)
+            # The oldest that were asked are the ones that this step took.
+            asked = [self._asked.popleft() for _ in e.played]
+            as_old_as_asked(e.played, asked, whole)
         # What has ended since then must not change any more.
         for g in _ended(roles):
             self._digests.setdefault(name_of(g), digest_of(g))
+
+    def _note_asked(self, stage: Reinforce, index: int, served: int) -> None:
+        """Notes the sampler's version for each group that is asked at the beginning of step `index`.
+
+        Groups are asked until those of this step and of `staleness` further steps are on their way, or those of the
+        steps that the stage has left.
+        """
+        ahead = min(stage.staleness + 1, stage.steps - index + 1) * stage.prompts
+        # Only what is missing is added: the others were asked in earlier steps, under earlier weights.
+        self._asked.extend([served] * (ahead - len(self._asked)))
 
 
 class ReplayCheck(Observer):

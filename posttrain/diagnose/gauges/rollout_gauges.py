@@ -1,4 +1,4 @@
-"""Gauges of what was played in a step, and words about what could not be judged."""
+"""Gauges of what was played in a step, words about what could not be judged, and definitions of held-out gauges."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from posttrain.core.measure.right import Grades, Right
 from posttrain.core.scored import Credit
 from posttrain.core.types import Episode, Group
 from posttrain.core.verdict import State, failed, figure_failed
+from posttrain.diagnose.gauges.gauge_definition import Definition
 
 
 def components(episodes: Sequence[Episode]) -> Gauges:
@@ -82,7 +83,7 @@ def rollout_gauges(experience: Experience, credit: Credit) -> Gauges:
     truths = np.array([e.truth for e in episodes if e.truth is not None], np.float64)
     credited = [e for g in credit.groups for e in g.episodes]
     by_segment = [s.version[s.mask] for e in episodes for s in e.segments]
-    versions = np.concatenate([np.zeros(0, np.int32), *by_segment])
+    versions = np.concatenate(by_segment) if by_segment else np.zeros(0, np.int32)
     advantages = [a for e in credited for a in e.advantage]
     logp = [s.logp[s.mask] for e in episodes for s in e.segments]
     return {
@@ -124,17 +125,73 @@ def unjudged_words(played: Sequence[Group]) -> str:
     broken = [failed(e.verdicts) or figure_failed(e.verdicts) for e in episodes]
     # What is measured has a figure even where no reward is paid.
     silent = sum(e.reward is None and e.figure is None and not b for e, b in zip(episodes, broken, strict=True))
-    kinds = [f"{name} x {n}{f' ({why})' if why else ''}" for name, (n, why) in failures(played).items()]
-    out = [f"{sum(broken)} failed: {'; '.join(kinds)}"] if any(broken) else []
+    kinds = "; ".join(
+        f"{name} x {n} ({why})" if why else f"{name} x {n}" for name, (n, why) in failures(played).items()
+    )
+    out = [f"{sum(broken)} failed: {kinds}"] if any(broken) else []
     return ". ".join([*out, f"{silent} abstained: no source gave a score"] if silent else out)
 
 
 def failures(played: Sequence[Group]) -> dict[str, tuple[int, str]]:
     """Failed verdicts by source and kind: their number, and the reason of the first one."""
     out: dict[str, tuple[int, str]] = {}
-    for j in (j for g in played for e in g.episodes for j in e.verdicts):
-        if j.verdict.state is State.FAILED:
-            name = f"{j.source}: {j.verdict.kind}"
-            count, why = out.get(name, (0, j.verdict.why))
-            out[name] = (count + 1, why)
+    for group in played:
+        for episode in group.episodes:
+            for j in episode.verdicts:
+                if j.verdict.state is State.FAILED:
+                    name = f"{j.source}: {j.verdict.kind}"
+                    count, why = out.get(name, (0, j.verdict.why))
+                    out[name] = (count + 1, why)
     return out
+
+
+EVALUATION: dict[str, Definition] = {
+    "eval/accuracy": Definition(
+        "share of answers to held-out tasks that are right (env.right), sampled: pass@1; not of grades that tell none",
+        "share",
+        "rises",
+    ),
+    "eval/reward": Definition(
+        "mean raw outcome on held-out tasks, sampled; it leads where outcomes are not 0 and 1", "reward", "rises"
+    ),
+    "eval/proxy": Definition(
+        "mean of what is paid on held-out tasks, where something else is measured (env.measured)",
+        "reward",
+        "rises with eval/reward; alone: the reward is exploited",
+    ),
+    "eval/greedy": Definition("share of held-out tasks whose argmax answer is right", "share", "rises"),
+    "eval/greedy_reward": Definition("mean raw outcome on held-out tasks, argmax", "reward", "rises"),
+    "eval/unjudged": Definition("held-out episodes without a reward: failed and abstained", "episodes", "0"),
+    "eval/failed": Definition("held-out episodes that a source failed to judge", "episodes", "0"),
+    "eval/abstained": Definition("held-out episodes about which every source abstained", "episodes", "as meant"),
+    "eval/tokens": Definition("spoken tokens a held-out episode", "tokens", "steady"),
+    "eval/truncated": Definition(
+        "share of held-out episodes cut off by a limit on tokens or time, or by the context", "share", "< 0.1"
+    ),
+    "eval/pass_at_K": Definition(
+        "unbiased estimate of P(at least one of K samples of a held-out task solves it)",
+        "share",
+        "rises; far above accuracy: RL has room",
+    ),
+    "eval/first_chosen": Definition(
+        "share of a judge's verdicts on held-out pairs, each in both orders, that name the first side",
+        "share",
+        "0.5; away from it: position bias",
+    ),
+    "eval/length_bias": Definition(
+        "share of a judge's verdicts that name the longer side, minus the share of pairs in which it is the better one",
+        "share",
+        "0; above it: length pays",
+    ),
+    "eval/both_orders": Definition(
+        "share of held-out pairs that a judge judges right in both orders", "share", "rises; at most the accuracy"
+    ),
+    "eval/unread": Definition("share of a judge's held-out answers without a verdict that can be read", "share", "0"),
+    "heldout/loss": Definition(
+        "mean negative log-prob of a learned token in the demonstrations of held-out tasks",
+        "nats",
+        "falls; rising while sft/loss falls: the rows are learned by heart",
+    ),
+    "heldout/perplexity": Definition("exp of heldout/loss", "tokens", "falls"),
+    "eval/metric/NAME": Definition("the same on held-out tasks", "its own", "its own"),
+}

@@ -8,8 +8,7 @@ machinery, and `findings` asks all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from collections.abc import Sequence
 
 from posttrain.config.run import Reinforce
 from posttrain.config.stages.preference_settings import OnlinePreference
@@ -29,16 +28,17 @@ from posttrain.diagnose.rules.rule import UNJUDGED, Finding, known, last, mean, 
 
 def findings(history: Sequence[Step], stage: Reinforce | Rejection | OnlinePreference) -> list[Finding]:
     """The findings of all rules for this kind of stage at the end of its record so far."""
-    seen, rules = history, RULES
     if isinstance(stage, Rejection):
+        rounds = [s for s in history if "reject/round" in s.gauges]
         # A round has its gauges at its first step. At the other steps nothing new can be found.
-        seen, rules = [s for s in history if "reject/round" in s.gauges], ROUND_RULES
-    elif isinstance(stage, OnlinePreference):
-        rules = PLAYED_RULES
-    if not seen or seen[-1] is not history[-1]:
+        if not rounds or rounds[-1] is not history[-1]:
+            return []
+        return [Finding(n, message) for n, condition in ROUND_RULES.items() if (message := condition(rounds, stage))]
+    if not history:
         return []
-    conditions = cast("Mapping[str, Callable[..., str]]", rules)
-    return [Finding(name, message) for name, condition in conditions.items() if (message := condition(seen, stage))]
+    if isinstance(stage, OnlinePreference):
+        return [Finding(n, message) for n, condition in PLAYED_RULES.items() if (message := condition(history, stage))]
+    return [Finding(n, message) for n, condition in RULES.items() if (message := condition(history, stage))]
 
 
 def _still(steps: Sequence[Step]) -> bool:

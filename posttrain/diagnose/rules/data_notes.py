@@ -82,24 +82,35 @@ def leaked(prompts: Sequence[str], heldout: Sequence[Task]) -> list[str]:
 def notes(experience: Experience, credit: Credit, wanted: int) -> tuple[str, ...]:
     """The notes on a step that wanted `wanted` groups. A dead letter is an episode that killed each engine which was
     given it."""
-    judged = [j for g in experience.played for e in g.episodes for j in e.verdicts]
-    out = [f"dead letter: {j.verdict.why.splitlines()[0]}" for j in judged if j.source == DEADLY]
-    if (passed := len(experience.groups)) < wanted:
-        why = "the tasks are too easy or too hard for this policy (raise refill, or change the tasks)"
-        asked = len(experience.played)
-        out.append(f"only {passed} of {wanted} groups passed the filter after asking for {asked}; {why}")
+    out = [f"dead letter: {why}" for why in _deadly(experience)]
+    if len(experience.groups) < wanted:
+        out.append(
+            f"only {len(experience.groups)} of {wanted} groups passed the filter after asking for"
+            f" {len(experience.played)}; the tasks are too easy or too hard for this policy (raise refill, or change"
+            " the tasks)"
+        )
     # By their text, so that rewards that differ by rounding are shown once.
-    rewards = {f"{r:g}": float(r) for g in credit.groups for r in g.group.rewards}
-    seen = ", ".join(sorted(rewards, key=rewards.__getitem__)[:4])
+    rewards = sorted(
+        {f"{r:g}": float(r) for g in credit.groups for r in g.group.rewards}.items(), key=lambda row: row[1]
+    )
+    seen = ", ".join(text for text, _ in rewards[:4])
     # A group is silent where its baseline leaves no credit. With a baseline that is not of the group, equal rewards are
     # not silent, and the second note says it.
     if credit.groups and all(g.silent for g in credit.groups):
         out.append(f"no group has spread (all siblings agree; rewards seen: {seen}), so this step carries no credit")
-    elif credit.groups:
-        samples = [e for g in credit.groups for e in g.group.judged]
-        coarsest = max((resolution(e.verdicts) for e in samples), default=0.0)
-        noise = rounding([size(e.verdicts) for e in samples], coarsest)
-        # All judged samples have one raw outcome, up to rounding.
-        if not spread([e.reward for e in samples if e.reward is not None], noise):
-            out.append(f"every sample got the same reward ({seen}), so nothing in this step tells good from bad")
+    elif credit.groups and _one_reward(credit):
+        out.append(f"every sample got the same reward ({seen}), so nothing in this step tells good from bad")
     return tuple(out)
+
+
+def _deadly(experience: Experience) -> list[str]:
+    """Returns the recorded reasons of the episodes that killed the engines they were given to."""
+    judged = [j for g in experience.played for e in g.episodes for j in e.verdicts]
+    return [j.verdict.why.splitlines()[0] for j in judged if j.source == DEADLY]
+
+
+def _one_reward(credit: Credit) -> bool:
+    """Returns whether all judged samples have one raw outcome, up to rounding."""
+    judged = [e for g in credit.groups for e in g.group.judged]
+    noise = rounding([size(e.verdicts) for e in judged], max((resolution(e.verdicts) for e in judged), default=0.0))
+    return not spread([e.reward for e in judged if e.reward is not None], noise)

@@ -70,10 +70,12 @@ def notes_of(steps: Iterable[Step]) -> list[RepeatedNote]:
     repeated: list[RepeatedNote] = []
     for (stage, kind), occurrences in kinds.items():
         note = occurrences[0][1]
+        is_rule = note.startswith(RULE)
+        message = note.removeprefix(RULE).partition(": ")[2] if is_rule else note
         # A step may have one kind of note several times, and counts once.
-        steps_of_kind = tuple(dict.fromkeys(i for i, _ in occurrences))
-        rule, message = (kind, note.partition(": ")[2]) if note.startswith(RULE) else ("", note)
-        repeated.append(RepeatedNote(stage, rule, message, steps_of_kind))
+        repeated.append(
+            RepeatedNote(stage, kind if is_rule else "", message, tuple(dict.fromkeys(i for i, _ in occurrences)))
+        )
     return repeated
 
 

@@ -137,8 +137,8 @@ def update_too_small(history: Sequence[Step], stage: Reinforce) -> str:
     if not all(warm(stage, s) and mean(s, "credit/advantage_abs") for s in history[-STILL:]):
         return ""
     # With hardly any group that differs there is no credit to move by, whatever the rate.
-    still = min(last(history, "optim/grad_norm", STILL), default=0.0) <= 1e-6
-    if still or average(last(history, "credit/silent", 8)) > 0.9:
+    no_gradient = min(last(history, "optim/grad_norm", STILL), default=0.0) <= 1e-6
+    if no_gradient or average(last(history, "credit/silent", 8)) > 0.9:
         return ""
     if min(last(history, "rollout/solved", STILL), default=0.0) >= SOLVED_SHARE:
         return ""

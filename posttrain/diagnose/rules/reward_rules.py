@@ -205,6 +205,7 @@ def reward_without_truth(history: Sequence[Step], stage: Stage) -> str:
     steps = running(history)
     # Trends need steps without a hole, which are those that have followed one another up to now.
     seen = [s for s in steps if mean(s, "rollout/truth") is not None and mean(s, "rollout/reward") is not None]
+    # The last step must have both, else the finding would be of an earlier one.
     if len(seen) < 3 * BEST or seen[-1] is not history[-1]:
         return ""
     truth, paid = known(seen, "rollout/truth"), known(seen, "rollout/reward")
@@ -265,10 +266,12 @@ def heldout_falls(history: Sequence[Step], stage: Stage) -> str:
         return ""
     (now, e_now), (best, e_best) = measured[-1], max(measured, key=lambda m: m[1].mean)
     tasks = min(e_now.count, e_best.count)
-    # The variance of one task, m (1 - m) for a share m, with a floor: near 0 or 1 a share is less certain.
+    # The variance of one task. For a share m it is m (1 - m), with a floor: a measured share near 0 or 1 is less
+    # certain than the formula says.
     task_variance = max(0.25 * min(1.0, 4 * e_best.mean * (1 - e_best.mean)), 0.02)
     if graded(history):
-        # Of grades the spread of a step's rewards is the best guess. Without one the rule is silent.
+        # For grades the spread of a step's rewards is the best guess of it. Without one the error is infinite, and the
+        # rule is silent.
         task_variance = max(known(history, "rollout/reward_std"), default=0.0) ** 2 or float("inf")
     error = (2 * task_variance / tasks) ** 0.5
     # The steps from shortly before the best evaluation on, so that rise and fall are of the same time.
@@ -331,22 +334,27 @@ def causes(history: Sequence[Step], stage: Reinforce) -> list[str]:
     reasons: list[str] = []
     if gauges["canary/mute_sources"] > 0:
         reasons.append("a reward source gives 0 to right answers too (posttrain check RUN)")
-    if (cut := gauges["rollout/truncated"]) > 0.3:
-        limit = f"{name}.sampling.max_tokens={2 * stage.sampling.max_tokens}"
-        reasons.append(f"{cut:.0%} of the answers are cut off ({limit})")
+    if gauges["rollout/truncated"] > 0.3:
+        reasons.append(
+            f"{gauges['rollout/truncated']:.0%} of the answers are cut off ({name}.sampling.max_tokens="
+            f"{2 * stage.sampling.max_tokens})"
+        )
     if gauges["credit/silent"] > 0.7:
         easy = gauges["rollout/solved"] > 0.5
         reason = f"the tasks are too {'easy' if easy else 'hard'}"
         remedy = "use harder ones" if easy else "teach first, or use easier ones"
         if graded(history):
             reason, remedy = "siblings earn the same", "use finer grades, or tasks of another difficulty"
-        remedy += f", or {name}.siblings={2 * stage.siblings}"
-        reasons.append(f"{gauges['credit/silent']:.0%} of the groups have no spread: {reason} ({remedy})")
-    rate = better_lr(stage, far)
+        reasons.append(
+            f"{gauges['credit/silent']:.0%} of the groups have no spread: {reason} ({remedy}, or {name}.siblings="
+            f"{2 * stage.siblings})"
+        )
     if 0 < far < 20 * NEAR:
-        reasons.append(f"a step changes the policy by only {far:.1g} nats a token ({rate})")
+        reasons.append(f"a step changes the policy by only {far:.1g} nats a token ({better_lr(stage, far)})")
     if far > 0.05:
-        reasons.append(f"a step changes the policy by {far:.1g} nats a token, too much to go anywhere ({rate})")
+        reasons.append(
+            f"a step changes the policy by {far:.1g} nats a token, too much to go anywhere ({better_lr(stage, far)})"
+        )
     # The last two reasons are always possible, and no gauge shows them.
     return [
         *reasons,

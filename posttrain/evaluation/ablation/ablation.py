@@ -158,7 +158,7 @@ class _Step:
         self.warming = own.learns_values is not None and recorded.index <= own.learns_values.warmup
         # In a value warm-up the run's own gradient moved values alone.
         self.own = standing(own) if self.warming else own
-        self.facts = RecordedFacts(recorded, self.own, self.remembered)
+        self.facts = RecordedFacts.of(recorded, self.own, self.remembered)
 
     def all(self, chosen: Sequence[Algorithm], *, named: bool) -> Ablation:
         """The run's own algorithm and the chosen ones on this step. `named`: they were named by the user."""
@@ -187,7 +187,8 @@ class _Step:
         line = r.line.gauges if r.line is not None else {}
         # Only with a single optimizer step is the recorded norm that of this gradient.
         once = "optim/grad_norm" in line and self.stage.optimizer_steps == 1
-        episodes, gap = [e.episode for g in credit.groups for e in g.episodes], seen.get("mismatch/logp_gap")
+        episodes = [e.episode for g in credit.groups for e in g.episodes]
+        gap = seen.get("mismatch/logp_gap")
         return Ablation(
             folder=self.folder,
             stage=r.stage.name,
@@ -210,8 +211,11 @@ class _Step:
     # --- one algorithm ------------------------------------------------------------------------------------------------
 
     def _evaluate(self, a: Algorithm, own: Gradient | None) -> tuple[AblationRow, Gradient, Credit, Gauges]:
-        """One algorithm on this step, with what its row was made of. `own`: the gradient of the run's own algorithm;
-        None for that algorithm itself."""
+        """One algorithm on this step, with what its row was made of.
+
+        Args:
+            own: the gradient of the run's own algorithm; None for that algorithm itself.
+        """
         credit, total = self._credit(a)
         gradient, seen = Gradient({}, {}, 0.0, 0), Gauges()
         # One minibatch of all groups: how the run cut them does not enter.
@@ -219,9 +223,10 @@ class _Step:
             gradient, seen = self._differentiate(minibatch, a)
         norm = gradient.norm
         # A gradient of 0 has no direction, so it has no cosine with itself either.
-        cosine_with_own, norm_ratio = 1.0 if norm else math.nan, 1.0
+        cosine_with_own, norm_ratio = (1.0 if norm else math.nan), 1.0
         if own is not None:
-            cosine_with_own, norm_ratio = cosine(gradient, own), norm / own.norm if own.norm else math.nan
+            cosine_with_own = cosine(gradient, own)
+            norm_ratio = norm / own.norm if own.norm else math.nan
         kept = [e for g in credit.groups for e in g.episodes if not e.dropped]
         token_credit = [(np.concatenate([np.zeros(0), *e.advantage]), e.episode.solved) for e in kept]
         # A group is silent where no episode of it has credit, as in the run's own gauge.

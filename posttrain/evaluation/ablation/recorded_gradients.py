@@ -1,11 +1,13 @@
-"""Gradients of recorded minibatches as the trainer computes them, from a learner that takes no optimizer step."""
+"""Gradients of recorded minibatches, from a learner that takes no optimizer step.
+
+They are computed as the trainer would have computed them.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,21 +21,20 @@ from posttrain.config.run import Run
 from posttrain.config.stages.stage import starts
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.exchange.row_gradient import whole
-from posttrain.core.exchange.scores import Reads, TokenScores
+from posttrain.core.exchange.scores import ExpectedUpdate, Reads, TokenScores
 from posttrain.core.gauge import Gauges
 from posttrain.core.ports import Examiner, Learner
+from posttrain.core.types import Top
 from posttrain.engine.learner.learner import FrozenScorer, HFLearner
 from posttrain.engine.learner.torch_settings import use_threads
 from posttrain.engine.optimizer.loss_scale import FIRST
 from posttrain.evaluation.ablation.recorded_step import KEPT_REFERENCE, RecordedStep
 from posttrain.ladder.algorithm import Algorithm
-from posttrain.role.trainer import Trainer, WeightOptimizer
+from posttrain.role.trainer import Trainer
 from posttrain.role.weights.saved_weights import load_weights
 from posttrain.system.errors import RunFolderError
 
 HEAD = "value_head."
-SCORES = ("score", "value", "entropy", "energy")
-"""Methods of a scorer that give one number for each token."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,21 +72,27 @@ class FrozenLearner:
                 " its token ids mean other text. Put the model the run started from back at model.path"
             )
         self._learner = _CountingLearner(
-            self.policy,
-            gradient_checkpointing=run.model.checkpointing,
-            offload_activations=run.model.offload_activations,
+            HFLearner(
+                self.policy,
+                gradient_checkpointing=run.model.checkpointing,
+                offload_activations=run.model.offload_activations,
+            )
         )
-        self.learner: Learner = cast("Learner", _CachedScorer(self._learner))
+        self.learner: Learner = cast("Learner", _CachedScorer(cast("Examiner", self._learner)))
         self._references: dict[str, Examiner] = {}
         self._loaded: Path | None = None
 
     def load(self, recorded: RecordedStep) -> None:
-        """Load the weights of this step into the learner, unless it has them already."""
-        if self._loaded != recorded.weights.folder:
-            self._loaded = recorded.weights.folder
-            load_weights(self._loaded, self._learner)
+        """Load the weights of this step into the learner."""
+        self._load_folder(recorded.weights.folder)
+
+    def _load_folder(self, folder: Path) -> None:
+        """Load the weights of a folder, unless they are those that the learner has."""
+        if self._loaded != folder:
+            load_weights(folder, self._learner.inner)
+            self._loaded = folder
             # New weights give other scores, so the cache is dropped with them.
-            self.learner = cast("Learner", _CachedScorer(self._learner))
+            self.learner = cast("Learner", _CachedScorer(cast("Examiner", self._learner)))
 
     def reference(self, recorded: RecordedStep, a: Algorithm) -> Examiner | None:
         """The reference model of this step: a named model, or the policy as it was at the stage's start or last
@@ -116,9 +123,9 @@ class FrozenLearner:
                 f"{self.folder} keeps nothing called {name!r}, which stage {recorded.stage.name} took as its reference"
             )
         # The copy is made of the learner's own model, which gets its weights back.
-        load_weights(folder, self._learner)
+        load_weights(folder, self._learner.inner)
         frozen = FrozenScorer(self.policy)
-        load_weights(recorded.weights.folder, self._learner)
+        load_weights(recorded.weights.folder, self._learner.inner)
         return cast("Examiner", _CachedScorer(frozen))
 
     def gradient(self, batch: Batch, a: Algorithm, micro_tokens: int, warming: bool) -> tuple[Gradient, Gauges]:
@@ -126,9 +133,7 @@ class FrozenLearner:
         # A float16 model needs a scale of the loss, or small gradients vanish. It is taken out again in `gather`.
         probe = _GradientTaker(self._learner.parameters(), FIRST if self.policy.dtype == torch.float16 else 1.0)
         self._learner.touched = 0
-        gauges = Trainer(self._learner, cast("WeightOptimizer", probe), micro_tokens).step(
-            batch, PolicyLoss(a, warming)
-        )
+        gauges = Trainer(cast("Learner", self._learner), probe, micro_tokens).step(batch, PolicyLoss(a, warming))
         policy = {n: g for n, g in probe.taken.items() if not n.startswith(HEAD)}
         head = {n: g for n, g in probe.taken.items() if n.startswith(HEAD)}
         return Gradient(policy, head, gauges["optim/grad_norm"].mean, self._learner.touched), gauges
@@ -156,20 +161,46 @@ class _GradientTaker:
         self.gather()
         return float(torch.nn.utils.get_total_norm(list(self.taken.values()))) if self.taken else 0.0
 
+    def pending_bytes(self) -> int:
+        return 0
+
     def trained(self) -> Mapping[str, torch.Tensor]:
         return self._parameters
 
+    def expected_update(
+        self,
+        config: Any,
+        name: str,
+        gradient: torch.Tensor,
+        norm: float,
+        at: int | None = None,
+        share: float = 1.0,
+    ) -> ExpectedUpdate:
+        return ExpectedUpdate(torch.zeros(gradient.shape if at is None else (1,), dtype=torch.float64), {}, 0.0)
 
-class _CountingLearner(HFLearner):
+    def state_tensors(self) -> Mapping[str, torch.Tensor]:
+        return {}
+
+    def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        raise NotImplementedError("a probe has no state")
+
+
+class _CountingLearner:
     """A learner that counts, in `touched`, the tokens for whose log-prob the loss has a nonzero gradient."""
 
-    touched = 0
+    def __init__(self, inner: HFLearner) -> None:
+        self.inner, self.touched = inner, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        return self.inner.parameters()
 
     def forward(self, packed: Packed, reads: Reads = Reads()) -> TokenScores:
-        scores = super().forward(packed, reads)
+        scores = self.inner.forward(packed, reads)
         # Counted at the log-prob, before it is mixed with others: silenced tokens have exactly 0 there.
-        if scores.logp.requires_grad:
-            scores.logp.register_hook(self._count)
+        scores.logp.register_hook(self._count)
         return scores
 
     def _count(self, gradient: torch.Tensor) -> None:
@@ -179,12 +210,12 @@ class _CountingLearner(HFLearner):
 class _CachedScorer:
     """A scorer that caches its results by tokens, because many algorithms need the same scores of one batch."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Examiner) -> None:
         self.inner = inner
         self._known: dict[tuple[str, bytes], np.ndarray] = {}
 
     def __getattr__(self, name: str) -> Any:
-        return partial(self._cached, name) if name in SCORES else getattr(self.inner, name)
+        return getattr(self.inner, name)
 
     def _cached(self, verb: str, packed: Packed) -> np.ndarray:
         """The scorer's result of the method `verb`, such as "score"."""
@@ -196,3 +227,18 @@ class _CachedScorer:
 
     def examine(self, packed: Packed, names: Collection[str]) -> dict[str, np.ndarray]:
         return {name: self._cached(name, packed) for name in names}
+
+    def score(self, packed: Packed) -> np.ndarray:
+        return self._cached("score", packed)
+
+    def value(self, packed: Packed) -> np.ndarray:
+        return self._cached("value", packed)
+
+    def entropy(self, packed: Packed) -> np.ndarray:
+        return self._cached("entropy", packed)
+
+    def energy(self, packed: Packed) -> np.ndarray:
+        return self._cached("energy", packed)
+
+    def top(self, packed: Packed, k: int) -> Top:
+        return self.inner.top(packed, k)

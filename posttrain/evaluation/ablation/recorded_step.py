@@ -35,6 +35,12 @@ class Weights:
     memory: Mapping[str, Any] | None = None
     """The adaptive state of the stage's algorithm at that time."""
 
+    def verified(self) -> Weights:
+        """These weights. RunFolderError if their files are damaged."""
+        if wrong := files.damage(self.folder):
+            raise RunFolderError(f"weights {self.name}: {wrong}")
+        return self
+
 
 @dataclass(frozen=True, eq=False)
 class RecordedStep:
@@ -75,8 +81,10 @@ def choose_stage(folder: Path, run: Run, name: str | None) -> Reinforce:
     """The named reinforcement stage, or the only one. ConfigError lists the stages there are."""
     stages = {s.name: s for s in run.stages if isinstance(s, Reinforce)}
     if not stages:
-        names = ", ".join(s.name for s in run.stages)
-        raise ConfigError(f"{folder} has no reinforcement stage: there is no algorithm to compare with ({names})")
+        raise ConfigError(
+            f"{folder} has no reinforcement stage: there is no algorithm to compare with"
+            f" ({', '.join(s.name for s in run.stages)})"
+        )
     if name is None and len(stages) > 1:
         raise ConfigError(f"{folder} has several reinforcement stages: say which with --stage ({', '.join(stages)})")
     if name is not None and name not in stages:
@@ -84,9 +92,18 @@ def choose_stage(folder: Path, run: Run, name: str | None) -> Reinforce:
     return next(iter(stages.values())) if name is None else stages[name]
 
 
-def _steps(folder: Path, stage: Reinforce) -> list[int]:
-    """The steps whose episodes are in the folder."""
-    return [f.index for f in run_reader.episode_files(folder) if f.stage == stage.name and f.kind == "train"]
+def recorded_steps(folder: Path, run: Run, stage: Reinforce) -> list[int]:
+    """The steps whose episodes are in the folder. RunFolderError, with the reason, if there are none."""
+    steps = [f.index for f in run_reader.episode_files(folder) if f.stage == stage.name and f.kind == "train"]
+    if not steps:
+        why = (
+            "the run was started with record_episodes=false, so what it sampled is gone. Start one with"
+            " record_episodes=true"
+            if not run.record_episodes
+            else f"stage {stage.name} has taken no step yet"
+        )
+        raise RunFolderError(f"{folder} holds no training episodes: {why}")
+    return steps
 
 
 def recorded_step(folder: Path, run: Run, stage: Reinforce, index: int | None, checkpoint: str | None) -> RecordedStep:
@@ -94,12 +111,7 @@ def recorded_step(folder: Path, run: Run, stage: Reinforce, index: int | None, c
 
     Without `index` it is the last step whose starting weights are in the folder, or else the last step.
     """
-    if not (steps := _steps(folder, stage)):
-        why = f"stage {stage.name} has taken no step yet"
-        if not run.record_episodes:
-            why = "the run was started with record_episodes=false, so what it sampled is gone. Start one with"
-            why += " record_episodes=true"
-        raise RunFolderError(f"{folder} holds no training episodes: {why}")
+    steps = recorded_steps(folder, run, stage)
     if index is not None and index not in steps:
         closest = min(steps, key=lambda i: abs(i - index))
         raise ConfigError(
@@ -112,10 +124,7 @@ def recorded_step(folder: Path, run: Run, stage: Reinforce, index: int | None, c
         index = exact[-1] if exact and checkpoint is None else steps[-1]
     weights = _named(folder, known, checkpoint) if checkpoint is not None else _nearest(folder, known, index)
     line = next((s for s in run_reader.steps(folder) if s.stage == stage.name and s.index == index), None)
-    records = run_reader.episodes(folder, stage.name, index)
-    if wrong := files.damage(weights.folder):
-        raise RunFolderError(f"weights {weights.name}: {wrong}")
-    return RecordedStep(run, stage, index, records, line, weights)
+    return RecordedStep(run, stage, index, run_reader.episodes(folder, stage.name, index), line, weights.verified())
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
@@ -133,14 +142,23 @@ def candidates(folder: Path, run: Run, stage: Reinforce) -> list[Weights]:
     references = sorted(kept.glob(f"{stage.name}{KEPT_REFERENCE}*"))
     weights += [Weights(f"kept/{p.name}", p, int(p.name.rpartition("-")[2]), None) for p in references]
     if (last := kept / stage.name).is_dir():
-        end = max(_steps(folder, stage), default=0)
+        end = max(
+            (f.index for f in run_reader.episode_files(folder) if f.stage == stage.name and f.kind == "train"),
+            default=0,
+        )
         # Weights under a stage's name are those of its end, and the first checkpoint behind it has their version.
-        behind = [c for c in scan(folder) if c.state.get("stage") == position + 1 and not _running(c)]
-        after_stage = behind[0] if behind and stage.hands_on else None
-        version = int(after_stage.state["version"]) if after_stage else None
-        weights.append(Weights(f"kept/{last.name}", last, end, version))
-        if after_stage:
-            weights.append(Weights(after_stage.name, after_stage.folder, end, version))
+        after_stage = next(
+            (c for c in scan(folder) if stage.hands_on and c.state.get("stage") == position + 1 and not _running(c)),
+            None,
+        )
+        weights.append(
+            Weights(f"kept/{last.name}", last, end, int(after_stage.state["version"]) if after_stage else None)
+        )
+        weights += (
+            [Weights(after_stage.name, after_stage.folder, end, int(after_stage.state["version"]))]
+            if after_stage
+            else []
+        )
     if (first := kept / starts(run.stages, stage)).is_dir():
         weights.append(Weights(f"kept/{first.name}", first, 0, None, {}))
     # Of two from the same step the one with a known version comes last, and `_nearest` takes the last.
@@ -198,9 +216,12 @@ def _cut(episode: Episode, top: int) -> Episode:
     """The episode with only the first `top` of the sampler's most probable tokens."""
     if all(s.sampling.top == top for s in episode.segments):
         return episode
-    tops = [Top(s.top.ids[:, :top], s.top.logp[:, :top]) if s.top and top else None for s in episode.segments]
     cut = [
-        replace(s, sampling=replace(s.sampling, top=top), top=kept)
-        for s, kept in zip(episode.segments, tops, strict=True)
+        replace(
+            s,
+            sampling=replace(s.sampling, top=top),
+            top=Top(s.top.ids[:, :top], s.top.logp[:, :top]) if s.top and top else None,
+        )
+        for s in episode.segments
     ]
     return replace(episode, segments=tuple(cut))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from posttrain.evaluation.ablation.recorded_step import RecordedStep
 from posttrain.ladder.algorithm import Algorithm
@@ -11,27 +12,50 @@ _MISSING = {"steps": "no step was judged", "paid": "no turn was paid", "turns": 
 """The note for each fact that a baseline needs of episodes (`Baseline.facts`), where the record does not have it."""
 
 
+@dataclass(frozen=True)
 class RecordedFacts:
-    """Facts of one recorded step that some algorithms need. `own`: the run's own algorithm. `remembered`: its adaptive
-    state before this step is known."""
+    """Facts of one recorded step that some algorithms need."""
 
-    def __init__(self, recorded: RecordedStep, own: Algorithm, remembered: bool) -> None:
+    own: Algorithm
+    """The run's own algorithm."""
+    values: bool
+    """Whether it learned values."""
+    greedy: bool
+    """Whether there are greedy answers."""
+    shown: bool
+    """Whether there are demonstrations among the siblings."""
+    top: int
+    """Number of the sampler's most probable tokens that are stored with every token."""
+    teacher: bool
+    """Whether the stage names a reference model."""
+    sources: int
+    """Number of reward sources."""
+    steps: bool
+    """Whether steps of answers have scores that are not paid."""
+    paid: bool
+    """Whether single turns were paid."""
+    turns: bool
+    """Whether some episode has several turns."""
+    remembered: bool
+    """Whether the adaptive state of the run's own algorithm before this step is known."""
+
+    @staticmethod
+    def of(recorded: RecordedStep, own: Algorithm, remembered: bool) -> RecordedFacts:
         episodes = [r.episode for r in recorded.records]
         verdicts = [j for e in episodes for j in e.verdicts]
-        self.own, self.remembered = own, remembered
-        self.values = own.learns_values is not None
-        self.greedy = any(s.sampling.greedy for e in episodes for s in e.segments)
-        self.shown = any(e.shown for e in episodes)
-        # The most probable tokens that the sampler stored with every token.
-        self.top = recorded.top
-        self.teacher = recorded.stage.reference is not None
-        self.sources = len({j.source for j in verdicts if j.counts})
-        # What `Baseline.facts` asks for: scores of steps that are not paid, paid turns, and several turns.
-        self.has = {
-            "steps": any(j.end is not None and not j.paid for j in verdicts),
-            "paid": any(j.paid for j in verdicts),
-            "turns": any(len(e.turns) > 1 for e in episodes),
-        }
+        return RecordedFacts(
+            own=own,
+            values=own.learns_values is not None,
+            greedy=any(s.sampling.greedy for e in episodes for s in e.segments),
+            shown=any(e.shown for e in episodes),
+            top=recorded.top,
+            teacher=recorded.stage.reference is not None,
+            sources=len({j.source for j in verdicts if j.counts}),
+            steps=any(j.end is not None and not j.paid for j in verdicts),
+            paid=any(j.paid for j in verdicts),
+            turns=any(len(e.turns) > 1 for e in episodes),
+            remembered=remembered,
+        )
 
     def lacks(self, a: Algorithm) -> str:
         """Returns the reason why this record cannot evaluate `a`; '' where it can.
@@ -43,8 +67,10 @@ class RecordedFacts:
         if "implicit" in a.reads:
             return "reads an implicit process reward model, and no record stores the weights of one: baseline=others"
         if a.baseline.greedy and not self.greedy:
-            asked = f"{self.own.name} asked for none: baseline=greedy samples them"
-            return f"reads the greedy answer of each prompt, and {asked}"
+            return (
+                f"reads the greedy answer of each prompt, and {self.own.name} asked for none: baseline=greedy samples"
+                " them"
+            )
         if (a.shown is not None or (a.imitate is not None and a.imitate.of == "shown")) and not self.shown:
             return (
                 f"reads demonstrations among the siblings, and {self.own.name} showed none: shown=shown puts them there"
@@ -75,7 +101,8 @@ class RecordedFacts:
             yield "shown siblings left out"
         if a.rewards == "each" and self.sources < 2:
             yield "one reward source"
-        yield from (_MISSING[fact] for fact in a.baseline.facts if not self.has[fact])
+        has = {"steps": self.steps, "paid": self.paid, "turns": self.turns}
+        yield from (_MISSING[fact] for fact in a.baseline.facts if not has[fact])
         if a.entropy is not None and a.entropy.target is not None:
             yield f"entropy coefficient as configured ({a.entropy.coef:g})"
         if a.learns_values is not None and a.learns_values != self.own.learns_values:

@@ -158,8 +158,9 @@ def _same_ids(
         as_read += np.array_equal(ours, p.ids)
         if not unlike and not np.array_equal(ours, theirs):
             unlike = f"prompt {p.name!r} {_first_difference(ours, theirs)}"
-    notes = {"as_recorded": int(as_read)}
-    return ExportComparison("ids of prompts", compared, f"{source} prompts", unlike, notes=notes)
+    return ExportComparison(
+        "ids of prompts", compared, f"{source} prompts", unlike, notes={"as_recorded": int(as_read)}
+    )
 
 
 def _first_difference(ours: np.ndarray, theirs: np.ndarray | str) -> str:
@@ -267,11 +268,16 @@ def _same_weights(policy: Policy, reread: ReloadedModel, alone: bool) -> ExportC
     # The error of a merged layer is told as a share of what rounding allows, so 1 is the bound.
     errors = {n: adapter_modules.merge_error(part, reread.inner.get_submodule(n)) for n, part in layers.items()}  # type: ignore[arg-type]
     worst = max(errors, key=errors.__getitem__)
-    unlike, error = others.unlike, errors[worst]
+    unlike = others.unlike
     # `not <=` and not `>`, so that NaN is no pass.
-    if not unlike and not error <= 1:
-        unlike = f"{worst} is not the run's layer with its adapter merged once ({error:.3g} times what rounding allows)"
-    return ExportComparison("weights read back", len(theirs), "tensors", unlike, error, 1.0, {"merged": len(layers)})
+    if not unlike and not errors[worst] <= 1:
+        unlike = (
+            f"{worst} is not the run's layer with its adapter merged once ({errors[worst]:.3g} times what rounding"
+            " allows)"
+        )
+    return ExportComparison(
+        "weights read back", len(theirs), "tensors", unlike, errors[worst], 1.0, {"merged": len(layers)}
+    )
 
 
 def _equal_tensors(what: str, ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> ExportComparison:

@@ -20,6 +20,7 @@ from posttrain.config.stages.reward_model_settings import RewardModel, trained_a
 from posttrain.engine.adapters.saved_adapter import write_adapter
 from posttrain.engine.files.reward_folder import write_reward_model
 from posttrain.engine.learner.learner import HFLearner
+from posttrain.engine.model.policy_model import Policy
 from posttrain.record.certificate import CERTIFICATE, FAILED, ExportCertificate, file_digests
 from posttrain.record.checkpoint import Checkpoint, find
 from posttrain.record.lineage import LineageLink, check_links
@@ -62,22 +63,21 @@ def export_to(source: Path, target: Path, name: str, choice: ExportChoice) -> Ex
         RunFolderError: the disk is full, or the record of the run does not fit its files.
     """
     # Verified here: a damaged checkpoint is not exported.
-    checkpoint, file = find(source, choice.checkpoint), run_file(source)
+    checkpoint = find(source, choice.checkpoint)
     # The lineage (which model came from which) is checked before anything is written.
     links = lineage_of(source, checkpoint)
-    if (stage := trained_at(file.run.stages, checkpoint.state)) is not None:
+    if (stage := trained_at(run_file(source).run.stages, checkpoint.state)) is not None:
         return _reward_model(source, target, name, choice, checkpoint, links, stage)
     base = adapter_base(source) if choice.adapter else ""
     policy = kept_policy(source, allow=choice.trust)
-    made = "adapter" if choice.adapter else "weights" if policy.lora is None else "weights with the adapter merged"
     exported = ExportedRun(
         folder=source,
-        identity=str(file.identity or ""),
+        identity=str(run_file(source).identity or ""),
         checkpoint=checkpoint,
-        made=f"moving average of the {made}" if choice.ema else made,
+        made=_made(policy, choice),
         base=base,
         ema=choice.ema,
-        history=file.run.model.history,
+        history=run_file(source).run.model.history,
     )
     # Before the weights are loaded, which takes time.
     check_memory(policy)
@@ -108,8 +108,7 @@ def _reward_model(
         raise ConfigError(
             f"{source} holds a reward model, whose head is no part of an adapter: leave --adapter out, and it is merged"
         )
-    file = run_file(source)
-    policy = with_reward_head(file.run, kept_policy(source, allow=choice.trust))
+    policy = with_reward_head(run_file(source).run, kept_policy(source, allow=choice.trust))
     check_memory(policy)
     (load_average if choice.ema else load_weights)(checkpoint.folder, HFLearner(policy))
     forms: list[str] = []
@@ -117,7 +116,7 @@ def _reward_model(
     def write(staged: Path) -> ExportCertificate:
         forms.append(write_reward_model(policy, staged))
         made = "moving average of a reward model" if choice.ema else "reward model"
-        return certify_scores(policy, staged, made, str(file.identity or ""), checkpoint.name)
+        return certify_scores(policy, staged, made, str(run_file(source).identity or ""), checkpoint.name)
 
     def card(links: tuple[LineageLink, ...]) -> str:
         results: Any = checkpoint.state.get("results", ())
@@ -155,17 +154,7 @@ def _placed(
         certificate = write(staged)
         if certificate.passed:
             # The export is a link of its own, and must fit the run it comes from before it is put into place.
-            link = LineageLink(
-                kind="export",
-                name=certificate.made,
-                weights=certificate.weights,
-                tokenizer=certificate.tokenizer,
-                template=certificate.template,
-                dtype=certificate.dtype,
-                began=links[-1].weights,
-                about={"checkpoint": checkpoint.name, "posttrain": certificate.versions["posttrain"]},
-            )
-            links = (*links, link)
+            links = (*links, _link(checkpoint, certificate, links[-1]))
             check_links(links, RunFolderError)
             write_exported(staged, links)
             (staged / "README.md").write_text(card(links), encoding="utf-8")
@@ -180,14 +169,28 @@ def _placed(
             f"{why[0]}: {target} was not written, and what was begun of it is removed. {why[1]} and export again"
         ) from error
     if not certificate.passed:
-        # The files go, and what was compared stays.
-        _remove(staged)
-        (target / FAILED).write_text(json.dumps(certificate.plain({}), indent=1) + "\n", encoding="utf-8")
-        raise InvariantError(
-            f"what was read back from the export of {checkpoint.name} is not what the run holds. {certificate.unlike}."
-            f" Nothing was kept but {target / FAILED}, which has all that was compared"
-        )
+        _refuse(target, certificate, checkpoint)
     return certificate
+
+
+def _made(policy: Policy, choice: ExportChoice) -> str:
+    """The kind of the export, for the certificate."""
+    what = "adapter" if choice.adapter else "weights" if policy.lora is None else "weights with the adapter merged"
+    return f"moving average of the {what}" if choice.ema else what
+
+
+def _link(checkpoint: Checkpoint, certificate: ExportCertificate, run: LineageLink) -> LineageLink:
+    """The export as the next link of the lineage. `run`: the link before it."""
+    return LineageLink(
+        kind="export",
+        name=certificate.made,
+        weights=certificate.weights,
+        tokenizer=certificate.tokenizer,
+        template=certificate.template,
+        dtype=certificate.dtype,
+        began=run.weights,
+        about={"checkpoint": checkpoint.name, "posttrain": certificate.versions["posttrain"]},
+    )
 
 
 def _into_place(staged: Path, target: Path, certificate: ExportCertificate) -> None:
@@ -201,7 +204,8 @@ def _into_place(staged: Path, target: Path, certificate: ExportCertificate) -> N
         for path in sorted(staged.iterdir(), key=lambda p: p.name == CERTIFICATE):
             moved.append(path.rename(target / path.name))
     except BaseException:
-        # A directory without a certificate would look like a model that somebody wrote by other means.
+        # Files that were moved already are removed again. A directory without a certificate would look like a model
+        # that somebody wrote by other means.
         for path in moved:
             _remove(path)
         raise
@@ -214,3 +218,13 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def _refuse(target: Path, certificate: ExportCertificate, checkpoint: Checkpoint) -> None:
+    """Remove the files, keep what was compared, and raise."""
+    _remove(target / UNVERIFIED)
+    (target / FAILED).write_text(json.dumps(certificate.plain({}), indent=1) + "\n", encoding="utf-8")
+    raise InvariantError(
+        f"what was read back from the export of {checkpoint.name} is not what the run holds. {certificate.unlike}."
+        f" Nothing was kept but {target / FAILED}, which has all that was compared"
+    )

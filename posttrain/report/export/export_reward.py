@@ -52,7 +52,8 @@ def certify_scores(policy: Policy, written: Path, made: str, identity: str, chec
         DataError: it cannot be read back at all.
     """
     began = time.perf_counter()
-    packed = Packed.of(segments := sequences(policy))
+    segments = sequences(policy)
+    packed = Packed.of(segments)
     ours = HFLearner(policy).rewards(packed).astype(np.float64)
     dtype = str(policy.dtype).removeprefix("torch.")
     # Relative to the largest score, as rounding is. Where all scores are small it is relative to 1.

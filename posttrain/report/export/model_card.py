@@ -210,22 +210,31 @@ def _links(links: Sequence[LineageLink]) -> list[str]:
     for link in links:
         # The record may be a stranger's: what is no list of objects is left out.
         stages: Any = link.about.get("stages")
-        each = [s.get("steps") for s in stages if isinstance(s, dict)] if isinstance(stages, list) else []
-        digests = " | ".join(code(x or "-") for x in (link.weights, link.tokenizer, link.template))
-        taken = code(" + ".join(map(str, each))) if each else ""
-        rows.append(f"| {link.kind} {code(link.name)} | {taken} | {digests} |")
+        taken = (
+            " + ".join(str(s.get("steps")) for s in stages if isinstance(s, dict)) if isinstance(stages, list) else ""
+        )
+        rows.append(
+            f"| {link.kind} {code(link.name)} | {code(taken) if taken else ''} |"
+            f" {' | '.join(code(x or '-') for x in (link.weights, link.tokenizer, link.template))} |"
+        )
     return [*rows, "", f"`{LINEAGE}` beside the weights has all of it, `{CERTIFICATE}` what was compared."]
 
 
 def _algorithm(stage: Stage, lineages: Mapping[str, list[dict[str, Any]]]) -> list[str]:
     """The patches that make the algorithm, from the root of its ladder on."""
-    title = f"## Algorithm of {code(stage.name)}: {code(stage.algorithm_name)}"
-    lines = [title, "", "Each line is a patch of the one above:", ""]
+    lines = [
+        f"## Algorithm of {code(stage.name)}: {code(stage.algorithm_name)}",
+        "",
+        "Each line is a patch of the one above:",
+        "",
+    ]
     for patch in lineages.get(stage.name, []):
         changes: Mapping[str, Any] = patch.get("changes") or {}
         changed = ", ".join(f"{k}={_short(v)}" for k, v in changes.items())
-        patched = f"- {code(patch.get('name', ''))} ({code(patch.get('paper', ''))})"
-        lines.append(f"{patched}: {code(changed)}" if changed else patched)
+        lines.append(
+            f"- {code(patch.get('name', ''))} ({code(patch.get('paper', ''))})"
+            + (f": {code(changed)}" if changed else "")
+        )
     return lines
 
 
@@ -238,13 +247,18 @@ def _short(value: Any) -> str:
 
 
 def _data(run: Run, used: Sequence[Stage]) -> list[str]:
-    heads = ["| stage | environment | prompts | rewards | held out |", "|---|---|---|---|---:|"]
-    out = ["## Data and environment", "", *heads]
+    out = [
+        "## Data and environment",
+        "",
+        "| stage | environment | prompts | rewards | held out |",
+        "|---|---|---|---|---:|",
+    ]
     for s in used:
         env = run.env_of(s)
         rewards = ", ".join(f"{r.function} (weight {r.weight:g})" for r in env.rewards)
-        cells = (code(s.name), code(env.name), code(env.prompts or ""), code(rewards), str(env.heldout))
-        out.append(f"| {' | '.join(cells)} |")
+        out.append(
+            f"| {code(s.name)} | {code(env.name)} | {code(env.prompts or '')} | {code(rewards)} | {env.heldout} |"
+        )
     return out
 
 
@@ -259,11 +273,16 @@ def _measured(result: HeldOutResult | None) -> list[str]:
         out += [f"| mean reward | {reward} | {reward.prompts} |"]
     if accuracy.prompts:
         out += [f"| accuracy | {accuracy} | {accuracy.prompts} |"]
-    which = "on the weights of this model"
-    if result.behind:
-        which = f"{result.behind} updates before the weights of this model, which were not measured themselves"
-    how = f"with {result.samples} samples of a prompt. The interval is over prompts."
-    return [*out, "", f"Measured at {where}, {which}, {how}"]
+    which = (
+        "on the weights of this model"
+        if not result.behind
+        else f"{result.behind} updates before the weights of this model, which were not measured themselves"
+    )
+    return [
+        *out,
+        "",
+        f"Measured at {where}, {which}, with {result.samples} samples of a prompt. The interval is over prompts.",
+    ]
 
 
 def _settings(run: Run) -> list[str]:
@@ -282,13 +301,16 @@ def _checks(used: Sequence[Stage], record: Sequence[Step]) -> list[str]:
     out = ["## Checks that ran", ""]
     for s in used:
         taken = sum(x.stage == s.name for x in record)
-        names = ", ".join(map(code, observers(s, (), {}).names)) or "none"
-        out.append(f"- {code(s.name)}: {f'{names}, over {taken} steps' if taken else 'no step'}")
+        names = ", ".join(map(code, observers(s, (), {}).names))
+        out.append(
+            f"- {code(s.name)}: {names or 'none'}, over {taken} steps" if taken else f"- {code(s.name)}: no step"
+        )
     stages = {s.name for s in used}
     # In the order in which they were first given.
     notes = Counter(note for step in record if step.stage in stages for note in step.notes)
     out += ["", f"A failed check stops a run, so none failed. Notes said meanwhile: {len(notes) or 'none'}."]
-    return out + [f"- {count} x {code(text)}" for text, count in [*notes.items()][:MOST_NOTES]]
+    out += [f"- {count} x {code(text)}" for text, count in [*notes.items()][:MOST_NOTES]]
+    return out
 
 
 def _again(facts: Mapping[str, Any], run: Run) -> list[str]:
@@ -298,7 +320,10 @@ def _again(facts: Mapping[str, Any], run: Run) -> list[str]:
     at = words.index("run") if "run" in words else -1
     # The command of a resumed run is not the one that began it.
     if at < 0 or "--resume" in words:
-        how = f"Started from Python, recipe {code(run.recipe)}; the settings above are the whole run."
-        return ["## Reproduce", "", how]
+        return [
+            "## Reproduce",
+            "",
+            f"Started from Python, recipe {code(run.recipe)}; the settings above are the whole run.",
+        ]
     command = local_names(shlex.join(["posttrain", *words[at:]]))
     return ["## Reproduce", "", *block(command, "sh")]

@@ -149,8 +149,7 @@ class Terminal:
 
     def _draw(self, step: Step) -> None:
         """Open the live line of a terminal."""
-        words = ("{task.description}", "{task.fields[count]}", "{task.fields[facts]}")
-        name, done, facts = (TextColumn(word, markup=False) for word in words)
+        name, done, facts = (_plain(w) for w in ("{task.description}", "{task.fields[count]}", "{task.fields[facts]}"))
         columns = (name, BarColumn(bar_width=24), done, facts, TimeRemainingColumn())
         self._bar = RoleProgress(columns, self.console, self.roles)
         total = None if self._open_ended(step) else self.run.stage(step.stage).steps
@@ -211,3 +210,8 @@ def noted(step: Step, note: str) -> str:
         return f"note: step {step.index}: {note}"
     name, _, message = note.removeprefix(RULE).partition(": ")
     return f"note: step {step.index}, {name}: {message}"
+
+
+def _plain(form: str) -> TextColumn:
+    """A column that shows its text without interpreting markup."""
+    return TextColumn(form, markup=False)

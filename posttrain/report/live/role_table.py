@@ -20,8 +20,13 @@ COLUMNS = ("role", "does", "holds", "tokens in flight", "for", "idle", "")
 
 @dataclass
 class RoleWatch:
-    """Reads what the roles of one stage do at present. Nothing that it reads waits for the event loop. So a thread that
-    draws may ask it, also while the learner computes."""
+    """Reads what the roles of one stage do at present.
+
+    Nothing that it reads waits for the event loop. So a thread that draws may ask it, also while the learner computes.
+
+    Args:
+        clock: that of the stage.
+    """
 
     pool: EnginePool
     parts: RunParts
@@ -38,12 +43,20 @@ class RoleWatch:
     def rows(self) -> list[RoleRow]:
         """The rows of the table: engines, turns that no engine has yet, processes that play episodes, queue,
         learner."""
-        rows, queue, plays = [*self.pool.rows()], self.parts.queue, self.parts.rollout.plays
+        engines = self.pool.rows()
+        busy_times = [e.meter.read() - before for e, before in zip(self.pool.engines, self._meters, strict=True)]
         # The pool lists its engines first. What it lists behind them has no meter.
-        for i, (engine, before) in enumerate(zip(self.pool.engines, self._meters, strict=True)):
-            rows[i] = replace(rows[i], idle=(engine.meter.read() - before).idle_share)
-        rows += () if plays is None else plays.rows()
-        return [*rows, *(() if queue is None else (queue.row(),)), self._learner()]
+        engine_rows = [replace(row, idle=busy.idle_share) for row, busy in zip(engines, busy_times, strict=False)]
+        queue = self.parts.queue
+        plays = self.parts.rollout.plays
+        elsewhere = () if plays is None else plays.rows()
+        return [
+            *engine_rows,
+            *engines[len(engine_rows) :],
+            *elsewhere,
+            *(() if queue is None else (queue.row(),)),
+            self._learner(),
+        ]
 
     def line(self) -> str:
         """The roles in a few words, for a line that is printed between two steps."""
@@ -57,8 +70,9 @@ class RoleWatch:
 
     def _learner(self) -> RoleRow:
         """The learner's row."""
-        seconds, waited = time.monotonic() - self._begun, self._waits() - self._waited
-        role, age = self.clock.now or ("between steps", None)
+        now, seconds = self.clock.now, time.monotonic() - self._begun
+        waited = self._waits() - self._waited
+        role, age = now or ("between steps", None)
         return RoleRow(
             name="learner",
             doing=f"waits ({role})" if role in WAITS else role,
