@@ -51,9 +51,9 @@ async def _(real: Real, self: Any, attempt: Any) -> Verdict:
 )
 async def _(real: Real, environment: Any, attempt: Any, *more: Any) -> Any:
     verdicts = await real(environment, attempt, *more)
-    return (
-        verdicts if attempt.stop is not Stop.LENGTH else tuple(replace(j, verdict=Verdict.value(0.0)) for j in verdicts)
-    )
+    if attempt.stop is not Stop.LENGTH:
+        return verdicts
+    return tuple(replace(j, verdict=Verdict.value(0.0)) for j in verdicts)
 
 
 @fault(

@@ -234,7 +234,7 @@ def _smallest(grads: Mapping[str, Any]) -> list[str]:
 
 
 def may_be_rounded_away(move: float, weight: float) -> bool:
-    """Returns whether a move of a float32 weight is below 8 units in its last place."""
+    """Returns whether a move of a float32 weight is below 8 units in its last place, so that losing it is no fault."""
     return abs(move) < 8 * float(np.spacing(np.float32(max(SMALLEST, abs(weight)))))
 
 

@@ -57,9 +57,16 @@ def old_policy_is_the_new_one(history: Sequence[Step], stage: Reinforce) -> str:
     # With one optimizer step the policy is where it started whenever it is compared.
     if stage.optimizer_steps < 2:
         return ""
-    recent = [s for s in history[-3:] if s.gauges["optim/steps"].sum >= 2 and mean(s, "credit/advantage_abs")]
-    recent = [s for s in recent if mean(s, "policy/kl_start") is not None]
-    if len(recent) < 3 or _still(recent) or any(s.gauges["policy/kl_start"].sum != 0 for s in recent):
+    recent = [
+        s
+        for s in history[-3:]
+        if s.gauges["optim/steps"].sum >= 2
+        and mean(s, "policy/kl_start") is not None
+        and mean(s, "credit/advantage_abs")
+    ]
+    if len(recent) < 3 or _still(recent):
+        return ""
+    if any(s.gauges["policy/kl_start"].sum != 0 for s in recent):
         return ""
     return (
         "later optimizer steps of a step find the policy exactly where it started, for three steps: the old log-probs"

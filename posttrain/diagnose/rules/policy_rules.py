@@ -29,8 +29,11 @@ CERTAIN = 0.02
 
 def better_lr(stage: Reinforce, distance: float) -> str:
     """The setting of a learning rate at which a step would change the policy by `GOOD` nats a token. The rate changes
-    by a factor of at most 1000, up or down. `distance`: the nats a token by which a step changes it at the present
-    rate."""
+    by a factor of at most 1000, up or down.
+
+    Args:
+        distance: the nats a token by which a step changes it at the present rate.
+    """
     # The distance grows with the square of the rate, so the factor is the root of the ratio.
     factor = min(1e3, max(1e-3, (GOOD / max(distance, 1e-12)) ** 0.5))
     return f"{stage.name}.optimizer.lr={rounded(stage.optimizer.lr * factor)}"
