@@ -47,7 +47,8 @@ def asked_run(
         stand_in = ("env=prompts",) if handed.env is not None else ()
         overrides = with_environment(str(target), (*stand_in, *overrides))
     if is_url(target):
-        # The overrides go to a run that is made here, without the stand-in (an address is no run folder).
+        # The overrides are applied to a run that is made here, without the stand-in of the check above. An address is
+        # no run folder, so `stand_in` exists.
         return dotted.apply(change(remote_run(str(target))), list(overrides[len(stand_in) :])), None, named_objects[0]
     say: Callable[[str], None] = (lambda _: None) if quiet else to_stderr
     parts = ("model", "env", "engine", "placement")
