@@ -57,6 +57,7 @@ from posttrain.checks.learning.gradient_by_definition import uncovered
 from posttrain.checks.sampling import sampler_checks, sampler_draws, stale_logprobs
 from posttrain.checks.sampling import staleness_checks as asked_ahead
 from posttrain.checks.stage_history import due
+from posttrain.config.field_docs import sentence
 from posttrain.diagnose.rules import all_rules
 from posttrain.ladder.policy_rows import LADDER
 from posttrain.record import run_reader
@@ -385,7 +386,7 @@ def second_opinions() -> str:
 
 def summary(thing: Any) -> str:
     """The first sentence of what a check says of itself."""
-    return " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
+    return sentence(" ".join((inspect.getdoc(thing) or "").split()))
 
 
 def functions(module: ModuleType) -> list[tuple[str, str]]:
@@ -589,7 +590,11 @@ def page(data: dict[str, Any]) -> str:
         *table([(f"`{n}`", t) for n, t in functions(search_checks)], "check", "what holds"),
         "**Live rules** (`posttrain/diagnose/rules/all_rules.py`) read the record and warn in its notes:",
         "",
-        *table([(f"`{n}`", summary(f)) for n, f in all_rules.RULES.items()], "rule", "when it speaks"),
+        *table(
+            [(f"`{n}`", " ".join((f.__doc__ or "").split())) for n, f in all_rules.RULES.items()],
+            "rule",
+            "when it speaks",
+        ),
         (
             f"Watching costs {cost_['share']:.1%} of the recipe `arithmetic` (grpo, {cost_['steps']:.0f} steps,"
             f" {cost_['begin_seconds']:.2f} s of it before the first), {cost_['share_plain']:.1%} at steps after the"

@@ -91,8 +91,7 @@ def demonstration_ends_once(
     turn_ends_N = spoken_N & ~np.append(spoken_N[1:], False)
     stops = np.bincount(packed.segment_M, weights=stops_N[packed.source_M + 1], minlength=len(ends))
     turns = np.bincount(packed.segment_M, weights=turn_ends_N[packed.source_M + 1], minlength=len(ends))
-    # In a whole turn the stop token and the end are at one place. Where a part may be masked, only a stop inside is
-    # wrong.
+    # In a whole turn its stop token is its end. Where a part may be masked, only a stop inside is wrong.
     wrong_N = (stops_N & ~turn_ends_N) | ((turn_ends_N & ~stops_N) if whole_turns else False)
     misplaced_S = np.bincount(packed.segment_M, weights=wrong_N[packed.source_M + 1], minlength=len(ends))
     if documents:
@@ -105,15 +104,11 @@ def demonstration_ends_once(
     if len(wrong_S):
         s = int(wrong_S[0])
         decoded = text(packed.ids_N[ends[s] + 1 - packed.lengths_S[s] : ends[s] + 1])
-        fault = (
-            "does not end in a stop token"
-            if not stops_N[ends[s]]
-            else (
-                "ends in a stop token that is masked"
-                if not spoken_N[ends[s]]
-                else f"has {int(stops[s])} stop tokens for {int(turns[s])} turn{'s' if turns[s] > 1 else ''}"
-            )
-        )
+        fault = f"has {int(stops[s])} stop tokens for {int(turns[s])} turn{'s' if turns[s] > 1 else ''}"
+        if not stops_N[ends[s]]:
+            fault = "does not end in a stop token"
+        elif not spoken_N[ends[s]]:
+            fault = "ends in a stop token that is masked"
         raise InvariantError(
             f"demonstration {decoded!r} {fault}, so the policy is taught"
             f" {'to go on after its end' if stops[s] > turns[s] else 'never to stop'}. A demonstrated turn is imitated"

@@ -6,7 +6,6 @@ from typing import Any
 
 from posttrain.checks.stage_history import StageHistory
 from posttrain.core.gauge import Gauge, Step
-from posttrain.core.types import Episode
 from posttrain.diagnose.rules.all_rules import findings
 from posttrain.diagnose.rules.notes_once import RULE
 from posttrain.role.events import (
@@ -33,41 +32,25 @@ class LiveRules(Observer):
 
     async def begin(self, roles: JudgedRoles) -> None:
         tokenizer = getattr(roles.rollout.renderer, "tokenizer", None)
+        marked = [i for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special]
+        special = map(int, (*getattr(tokenizer, "all_special_ids", ()), *marked))
         # Stop ids are special tokens too, and every answer that ends by itself has one. They are no sign of a fault.
-        special = {*getattr(tokenizer, "all_special_ids", ()), *_marked_special(tokenizer)} - {
-            *(roles.sampling.stop_ids or ())
-        }
-        self._special = frozenset(map(int, special))
+        self._special = frozenset(special) - {*(roles.sampling.stop_ids or ())}
 
     def on_event(self, roles: JudgedRoles, event: Event) -> ObserverReport | None:
         if not isinstance(event, PlayedEvent) or not self._special:
             return None
         # What a demonstration or an opponent said is no habit of the policy.
         episodes = [e for g in event.experience.played for e in g.episodes if e.own]
-        return ObserverReport({"rollout/special": Gauge.of([self._says_special(e) for e in episodes])})
-
-    def _says_special(self, episode: Episode) -> bool:
-        """Returns whether the policy said a special token that is no stop token."""
-        return any(not self._special.isdisjoint(s.ids[s.mask].tolist()) for s in episode.segments)
+        says_special = [any(not self._special.isdisjoint(s.ids[s.mask].tolist()) for s in e.segments) for e in episodes]
+        return ObserverReport({"rollout/special": Gauge.of(says_special)})
 
     def on_line(self, roles: JudgedRoles, step: Step) -> ObserverReport | None:
         self._history.add(step)
         # Trimmed before the rules read it, so that their cost does not grow with the length of the run.
         self._history.trim()
-        return ObserverReport(
-            notes=tuple(f"{RULE}{f.rule}: {f.message}" for f in findings(self._history.steps, roles.stage))
-        )
-
-
-def _marked_special(tokenizer: object) -> list[int]:
-    """Ids of the added tokens that a tokenizer marks as special."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return [int(i) for i, token in added.items() if token.special]
-
-
-PASSES, UPDATE = "passes", "update"
-"""Two phases of a minibatch: its forward and backward passes; and what follows up to the optimizer's step, the checks
-of the gradient included."""
+        found = findings(self._history.steps, roles.stage)
+        return ObserverReport(notes=tuple(f"{RULE}{f.rule}: {f.message}" for f in found))
 
 
 class PhasePeaks(Observer):
@@ -81,9 +64,8 @@ class PhasePeaks(Observer):
             case PackedEvent():
                 roles.clock.phase()
             case DifferentiatedEvent():
-                roles.clock.phase(PASSES)
+                roles.clock.phase("passes")
+            # What follows up to the optimizer's step, the checks of the gradient included.
             case LearnedEvent():
-                roles.clock.phase(UPDATE)
-            case _:
-                pass
+                roles.clock.phase("update")
         return None

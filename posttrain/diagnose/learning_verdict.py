@@ -69,7 +69,6 @@ def stage_learned(
         found: messages of live rules in its last steps.
         prompts: number of prompts of the data, where they were counted.
     """
-
     undecided = Case(run, s, folder, "cannot be told", "nothing", found=found, prompts=prompts)
     if s.unpaired or s.accuracy is None or s.reward is None or s.start is None or s.end is None:
         # Nothing was paired. A stage may still be judged by pairs that it orders, or by rows that it makes likelier.
@@ -130,8 +129,7 @@ def _accuracy_words(s: StageOutcome) -> str:
     if not s.graded or s.tells is None or s.accuracy is None:
         return ""
     at = "1" if s.tells.at is None else f"{s.tells.at:g}"
-    a = s.accuracy
-    return f"; rewards of {at} or more: {a.means} of the answers, gain {a}"
+    return f"; rewards of {at} or more: {s.accuracy.means} of the answers, gain {s.accuracy}"
 
 
 def _ordering(undecided: Case, after: Score, before: float) -> Learning:

@@ -50,8 +50,7 @@ def common_grades(*measured: Measurement | None) -> Grades | None:
 
 def common_scale(measured: Sequence[Measurement]) -> tuple[float, float]:
     """The ends of the scale that holds the outcomes of all."""
-    # With the episodes of all, one scale is read from all outcomes together. Else the wider of the known scales must
-    # do.
+    # One scale is read from the outcomes of all, where all are known. Else the wider one must do.
     if (both := common_grades(*measured)) is not None and all(m.grades is not None for m in measured):
         return both.scale
     return min(m.scale[0] for m in measured), max(m.scale[1] for m in measured)

@@ -178,16 +178,13 @@ class ProcessBenchScore:
 
     @staticmethod
     def of(truth: Sequence[int], found: Sequence[int]) -> ProcessBenchScore:
-        """The score of the indices that were `found`, given the true index of the first wrong step of each answer.
-
-        An index counts from 0; -1 says that no step is wrong.
+        """The score of the indices that were `found`, given the true index of the first wrong step of each answer. An
+        index counts from 0; -1 says that no step is wrong. Raises DataError: answers of one kind are missing, so that
+        there is no mean of the two.
 
         >>> score = ProcessBenchScore.of([1, 0, -1, -1], [1, 2, -1, -1])
         >>> score.erroneous, score.correct, round(score.f1, 4)
         (0.5, 1.0, 0.6667)
-
-        Raises:
-            DataError: answers of one kind are missing, so that there is no mean of the two.
         """
         pairs = list(zip(truth, found, strict=True))
         # The index must be the first wrong step itself; a later one counts as wrong.

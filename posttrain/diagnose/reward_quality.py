@@ -3,7 +3,6 @@ which part of the scores is length or another surface feature."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -157,19 +156,3 @@ def finite(*scores: Sequence[float] | np.ndarray) -> list[np.ndarray]:
     if len({x.shape for x in arrays}) > 1 or not all(np.isfinite(x).all() for x in arrays):
         raise DataError(f"scores of shapes {[x.shape for x in arrays]}: give a finite one for each completion")
     return arrays
-
-
-def rank_correlation(a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray) -> float:
-    """Spearman's: the correlation of ranks, equal values with their mean rank; nan where one does not vary."""
-    x, y = map(_ranks, finite(a, b))
-    if len(x) < 2 or not x.std() or not y.std():
-        return math.nan
-    return float(np.corrcoef(x, y)[0, 1])
-
-
-def _ranks(x: np.ndarray) -> np.ndarray:
-    """The rank of each number, from 1."""
-    _, inverse, counts = np.unique(x, return_inverse=True, return_counts=True)
-    # The ranks of n equal values are the n up to their end; each gets the mean of these.
-    ends = np.cumsum(counts)
-    return (ends - (counts - 1) / 2)[inverse]

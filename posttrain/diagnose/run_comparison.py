@@ -45,27 +45,14 @@ def differing(runs: Sequence[Run], each: Sequence[Mapping[str, str]]) -> list[di
     stages = [{s.name: f"{type(s).__name__.lower()}, {s.steps} steps" for s in run.stages} for run in runs]
     partial = {n for entries in stages for n in entries if any(n not in other for other in stages)}
     # A stage that some runs lack is one setting: its kind and its steps.
-    each = [
-        {**entries, **{n: of_stages.get(n, NONE) for n in partial}}
-        for entries, of_stages in zip(each, stages, strict=True)
-    ]
-    names = [
-        n
-        for n in dict.fromkeys(n for entries in each for n in entries)
-        if len({entries.get(n, NONE) for entries in each}) > 1
-    ]
-    # A setting that one run lacks follows from a setting above it that differs, such as another piece. That one's value
-    # includes it.
+    each = [{**entries, **{n: s.get(n, NONE) for n in partial}} for entries, s in zip(each, stages, strict=True)]
+    all_names = dict.fromkeys(n for entries in each for n in entries)
+    names = [n for n in all_names if len({entries.get(n, NONE) for entries in each}) > 1]
+    # What one run lacks follows from a setting above it that differs, whose value includes it.
     lacking = {n for n in names if any(n not in entries for entries in each)}
-    listed = [n for n in names if n not in lacking or not any(p in names for p in _above(n))]
+    listed = [n for n in names if n not in lacking or not any(n.startswith(f"{above}.") for above in names)]
     listed.sort(key=lambda n: _weight(n, {s for entries in stages for s in entries}))
     return [{n: _value(n, entries) for n in listed} for entries in each]
-
-
-def _above(path: str) -> list[str]:
-    """The paths above this one: `a.b.c` has `a` and `a.b`."""
-    parts = path.split(".")
-    return [".".join(parts[:i]) for i in range(1, len(parts))]
 
 
 def _value(path: str, of: Mapping[str, str]) -> str:
@@ -156,10 +143,8 @@ class RunComparison:
     """Facts that a reader must know before believing the figures."""
 
     def __repr__(self) -> str:
-        gains = [f"{g.group.letter}: {g.word}, {g.over_prompts}" for g in self.gains]
-        return (
-            f"RunComparison(by {self.what} over {self.prompts} prompts, against A; {'; '.join(gains) or 'one group'})"
-        )
+        gains = "; ".join(f"{g.group.letter}: {g.word}, {g.over_prompts}" for g in self.gains) or "one group"
+        return f"RunComparison(by {self.what} over {self.prompts} prompts, against A; {gains})"
 
 
 def compare_runs(folders: Sequence[str | Path], stage: str | None = None) -> RunComparison:
@@ -187,12 +172,6 @@ def compare_runs(folders: Sequence[str | Path], stage: str | None = None) -> Run
     groups = _groups(runs)
     gains = tuple(_gain(groups[0], g, what, shared) for g in groups[1:])
     return RunComparison(groups, gains, what, len(shared), tuple(_notes(runs, shared)))
-
-
-def run_mean(run: ComparedRun, what: str, prompts: Sequence[Hashable]) -> float:
-    """A run's score over the prompts that all runs share."""
-    scores = _values(run, what)
-    return float(np.mean([scores[p] for p in prompts]))
 
 
 def _values(run: ComparedRun, what: str) -> Mapping[Hashable, float]:
@@ -248,12 +227,8 @@ def _over_shared_rows(run: ComparedRun, shared: Sequence[Hashable]) -> ComparedR
     """The run with other values of its rows: their mean over the shared rows is the mean loss over all tokens."""
     last = [*run.stage.likelihoods.values()][-1]
     row_values = {k: -x for k, x in last.values([str(k) for k in shared]).items()}
-    return replace(
-        run,
-        measured=replace(
-            run.measured, right=row_values, outcomes=row_values, reward=Score.free([*row_values.values()])
-        ),
-    )
+    reward = Score.free([*row_values.values()])
+    return replace(run, measured=replace(run.measured, right=row_values, outcomes=row_values, reward=reward))
 
 
 def _remedy(of: RunOutcome, stage: StageOutcome | None) -> str:
@@ -346,15 +321,13 @@ def _gain(first: RunGroup, other: RunGroup, what: str, prompts: Sequence[Hashabl
     seeds = over_seeds(a, b)
     # Both kinds of doubt must be gone: other prompts, and other seeds.
     intervals = [over_prompts, *([seeds] if seeds is not None else [])]
-    word = (
-        "better"
-        if all(x.low > 0 for x in intervals)
-        else "worse"
-        if all(x.high < 0 for x in intervals)
-        else "cannot be told"
-    )
+    word = "cannot be told"
+    if all(x.low > 0 for x in intervals):
+        word = "better"
+    elif all(x.high < 0 for x in intervals):
+        word = "worse"
     # "The same" needs intervals that lie within 5 % of the scale on both sides, not ones that hold 0.
-    if word == "cannot be told" and all(-0.05 * scale < x.low and x.high < 0.05 * scale for x in intervals):
+    elif all(-0.05 * scale < x.low and x.high < 0.05 * scale for x in intervals):
         word = "the same"
     return GroupGain(other, over_prompts, seeds, a.keys() == b.keys() and seeds is not None, (len(a), len(b)), word)
 
@@ -371,7 +344,8 @@ def _by_seed(group: RunGroup, what: str, prompts: Sequence[Hashable]) -> dict[in
     """The score of each seed: a run that was made twice counts once."""
     scores: dict[int, list[float]] = {}
     for r in group.runs:
-        scores.setdefault(r.seed, []).append(run_mean(r, what, prompts))
+        values = _values(r, what)
+        scores.setdefault(r.seed, []).append(float(np.mean([values[p] for p in prompts])))
     return {seed: math.fsum(of_seed) / len(of_seed) for seed, of_seed in scores.items()}
 
 

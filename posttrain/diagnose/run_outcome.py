@@ -1,8 +1,5 @@
-"""The outcome of a run, read from its folder alone.
-
-It has held-out scores with the step they were measured at, and gains that are paired by prompt. The run may be
-finished, running or killed, and may be somebody else's.
-"""
+"""The outcome of a run, read from its folder alone: held-out scores with their steps, and gains paired by prompt. The
+run may be finished, running or killed, and may be somebody else's."""
 
 from __future__ import annotations
 
@@ -72,8 +69,6 @@ class StageOutcome:
     """Optimizer steps that its steps took. A step without credit takes none."""
     idle: int = 0
     """Steps that took no optimizer step."""
-    time_of: str | None = None
-    """`Stage.time_of`."""
     agreement: Score | None = None
     """Share of held-out pairs that the stage's scores order as they were judged; None where it reads no judgements."""
     agreement_before: float | None = None
@@ -171,8 +166,7 @@ def read_outcome(folder: Path | str) -> RunOutcome:
 
 def _state(folder: Path) -> dict[str, Mapping[str, Any]]:
     """Returns what the newest checkpoint stores of each stage: the result of one that ended, else its progress."""
-    checkpoint = newest(folder)
-    if checkpoint is None:
+    if (checkpoint := newest(folder)) is None:
         return {}
     with run_reader.damage_is_named(f"{checkpoint.folder}/state.json"):
         state = checkpoint.state
@@ -219,12 +213,15 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
     end_points = {0: agreement_before, taken: agreement and agreement.mean}
     agreements = dict(_curve(steps, "heldout/agreement")) | {i: x for i, x in end_points.items() if x is not None}
     # After a kill the losses may be of steps that the record has lost.
-    losses = {i: x for i, x in reading.losses(stage).items() if i <= taken}
+    losses = {i: x for i, x in run_reader.losses(reading.folder, stage.name).items() if i <= taken}
     unpaired = _unpaired(run, stage, taken, start, end)
     # A reward model was measured and has no agreement: its held-out judgements are all alike.
     if done and stage.eval and not stage.leaves_policy and run.env_of(stage).heldout and agreement is None:
         unpaired = NOTHING_ORDERED
     pair = (start, end) if start is not None and end is not None and not unpaired else None
+    # Where the accuracy says nothing of the outcomes (`Grades.tells`), it has no curve.
+    grades = common_grades(start, end)
+    heldout = _with_ends(_curve(steps, "eval/accuracy"), start, end, "accuracy")
     return StageOutcome(
         stage=stage,
         steps=taken,
@@ -237,7 +234,7 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
         unpaired=unpaired,
         rewards=_curve(steps, "rollout/reward"),
         losses=next((c for n in LOSSES if (c := _curve(steps, n))), ()),
-        heldout=_if_accuracy_tells(_with_ends(_curve(steps, "eval/accuracy"), start, end, "accuracy"), start, end),
+        heldout=heldout if grades is None or grades.tells else (),
         heldout_reward=_with_ends(_curve(steps, "eval/reward"), start, end, "reward"),
         greedy=greedy,
         seconds=seconds,
@@ -245,7 +242,6 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
         peaks=peaks,
         updates=_updates(steps),
         idle=sum("optim/steps" in s.gauges and not s.gauges["optim/steps"].sum for s in steps),
-        time_of=stage.time_of,
         agreement=agreement,
         agreement_before=agreement_before,
         agreements=tuple(sorted(agreements.items())),
@@ -254,12 +250,6 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
         likelihoods={} if stage.judged else losses,
         misordered=losses if stage.judged else {},
     )
-
-
-def _if_accuracy_tells(curve: Curve, start: Measurement | None, end: Measurement | None) -> Curve:
-    """The curve of the accuracy; empty where accuracy says nothing of the outcomes (`Grades.tells`)."""
-    grades = common_grades(start, end)
-    return curve if grades is None or grades.tells else ()
 
 
 def _updates(steps: Sequence[Step]) -> int:
@@ -292,11 +282,8 @@ def _score(measured: Sequence[float]) -> Score:
 
 def _curve(steps: Sequence[Step], name: str) -> Curve:
     """The finite means of a gauge by step."""
-    return tuple(
-        (s.index, s.gauges[name].mean)
-        for s in steps
-        if name in s.gauges and s.gauges[name].count and math.isfinite(s.gauges[name].mean)
-    )
+    counted = [(s.index, s.gauges[name].mean) for s in steps if name in s.gauges and s.gauges[name].count]
+    return tuple((i, x) for i, x in counted if math.isfinite(x))
 
 
 def _with_ends(middle: Curve, start: Measurement | None, end: Measurement | None, what: str) -> Curve:
@@ -346,8 +333,7 @@ class _Reading:
         It was made before the stage, at the end of the stage whose weights they are, or before another stage that
         started from the same weights.
         """
-        # First its own measurement, then the end of the stage that it goes on from, then another stage's from the same
-        # weights.
+        # Its own measurement, else the end of the stage that it goes on from, else another stage's start.
         if (stage.name, 0) in self.files:
             return self._at(stage.name, 0)
         began = starts(self.run.stages, stage)
@@ -360,10 +346,6 @@ class _Reading:
             if starts(self.run.stages, other) == began and (other.name, 0) in self.files:
                 return self._at(other.name, 0)
         return None
-
-    def losses(self, stage: Stage) -> dict[int, HeldoutLoss]:
-        """The held-out losses of a stage by the steps taken."""
-        return run_reader.losses(self.folder, stage.name)
 
     def end(self, stage: Stage) -> Measurement | None:
         """The last evaluation of a stage after its first step."""

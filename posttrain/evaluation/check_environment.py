@@ -1,7 +1,4 @@
-"""`posttrain check`: probes an environment and its verifiers, and prints a table of the findings.
-
-`check` is for Python, `show` for the command line.
-"""
+"""`posttrain check`: probes an environment and prints the findings. `check` is for Python, `show` for the terminal."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -81,24 +79,19 @@ def check(
             raise ConfigError(f"{others[0]}: an environment that is already built takes no overrides")
         # One that is already built is the caller's, and stays open.
         return _wait(env, tasks, rate, progress, model_findings(env, model) if model else [])
-    built = build(env, *others, trust=trust)
-    try:
+    with closing(build(env, *others, trust=trust)) as built:
         model_lint = model_findings(built, model) if model else []
         return _wait(built, tasks, rate, progress, model_lint, earned(env) if isinstance(env, str | Path) else ())
-    finally:
-        built.close()
 
 
 def expected_rate(env: str | Path | Env | SingleTurn) -> float:
     """Answers per second of a run's rollouts, where their time includes generation and waiting. Without a run: the
     default."""
     if isinstance(env, str | Path) and is_run(env):
-        counts_and_seconds = [
-            (s.gauges["rollout/tokens"].count, s.clock["rollout"]) for s in steps(env) if "rollout/tokens" in s.gauges
-        ]
+        played = [s for s in steps(env) if "rollout/tokens" in s.gauges]
         # A run that has just begun has no time yet, and nothing to divide by.
-        if seconds := math.fsum(s for _, s in counts_and_seconds):
-            return math.fsum(n for n, _ in counts_and_seconds) / seconds
+        if seconds := math.fsum(s.clock["rollout"] for s in played):
+            return math.fsum(s.gauges["rollout/tokens"].count for s in played) / seconds
     return probes.RATE
 
 

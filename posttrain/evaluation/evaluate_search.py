@@ -1,7 +1,5 @@
-"""`posttrain eval RUN search=...`: how good the answers of searches at inference are, and what they cost.
-
-Some modules need torch. They are imported inside the functions, after the request was checked.
-"""
+"""`posttrain eval RUN search=...`: how good the answers of searches at inference are, and what they cost. What needs
+torch is imported inside the functions, after the request was checked."""
 
 from __future__ import annotations
 
@@ -141,25 +139,16 @@ def evaluate_searches(
     # A reward model that guides the search as well would judge its own choice.
     env = replace(run.env, rewards=tuple(r for r in run.env.rewards if not r.by_model), measured=False)
     run = replace(run, env=env, stages=(Reinforce(name=STAGE_NAME, sampling=contract),))
-    with ExitStack() as resources:
-        resources.enter_context(faults.planted(request.fault))
-        environment = resources.enter_context(closing(make_environment(run, objects)))
+    with faults.planted(request.fault), closing(make_environment(run, objects)) as environment:
         _check_single_turn(environment)
         report = _run_searches(request, run, environment, run_folder, weights, samples, trust, str(target))
-    _show(report, out, quiet)
-    return report
-
-
-def _show(report: SearchReport, out: str | Path | None, quiet: bool) -> None:
-    """Print the table and its notes, and write the picture."""
     console = PlainConsole(soft_wrap=True, quiet=quiet)
-    console.print(report.title)
-    console.print(report.table())
-    for line in report.notes():
+    for line in (report.title, report.table(), *report.notes()):
         console.print(line)
     if out is not None:
         search_plot(report.points, report.title, out)
         console.print(f"written: {out}")
+    return report
 
 
 def _run_searches(

@@ -1,7 +1,5 @@
-"""Turns the argument of `posttrain eval` (a run folder, a model or an address) into a run to evaluate.
-
-The run's environment and model are what is evaluated.
-"""
+"""Turns the argument of `posttrain eval` (a run folder, a model or an address) into a run, whose environment and model
+are what is evaluated."""
 
 from __future__ import annotations
 

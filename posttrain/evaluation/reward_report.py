@@ -1,7 +1,5 @@
-"""`posttrain eval` of a reward model: how well its scores order judged completions.
-
-It also measures whether differences of scores are probabilities, and how much of the scores is length or flattery.
-"""
+"""`posttrain eval` of a reward model: how well its scores order judged completions, whether differences of scores are
+probabilities, and how much of the scores is length or flattery."""
 
 from __future__ import annotations
 

@@ -32,13 +32,10 @@ RFT = ("reject.method=rft",)
     caught_by="RejudgedAnswers._repeats",
     see=("run arithmetic sft.steps=40 rl.steps=20 rl.prompts=6 rl.siblings=4 env.heldout=0 FAULT",),
 )
-def _(real: Real) -> Real:
-    async def verdict(self: Any, attempt: Any) -> Verdict:
-        real_verdict = await real(self, attempt)
-        # Only outages: what the answer caused itself is a value already.
-        return Verdict.value(0.0) if real_verdict.state is State.FAILED else real_verdict
-
-    return verdict
+async def _(real: Real, self: Any, attempt: Any) -> Verdict:
+    real_verdict = await real(self, attempt)
+    # Only outages: what the answer caused itself is a value already.
+    return Verdict.value(0.0) if real_verdict.state is State.FAILED else real_verdict
 
 
 @fault(
@@ -52,16 +49,11 @@ def _(real: Real) -> Real:
     caught_by="RejudgedAnswers._repeats",
     see=("run arithmetic sft.style=answer sft.steps=100 rl.steps=20 FAULT",),
 )
-def _(real: Real) -> Real:
-    async def judge(environment: Any, attempt: Any, *more: Any) -> Any:
-        verdicts = await real(environment, attempt, *more)
-        return (
-            verdicts
-            if attempt.stop is not Stop.LENGTH
-            else tuple(replace(j, verdict=Verdict.value(0.0)) for j in verdicts)
-        )
-
-    return judge
+async def _(real: Real, environment: Any, attempt: Any, *more: Any) -> Any:
+    verdicts = await real(environment, attempt, *more)
+    if attempt.stop is not Stop.LENGTH:
+        return verdicts
+    return tuple(replace(j, verdict=Verdict.value(0.0)) for j in verdicts)
 
 
 @fault(
@@ -73,14 +65,11 @@ def _(real: Real) -> Real:
     lesson="a reward belongs to one answer; in any other order the mean stays right and nothing is learned",
     caught_by="RejudgedAnswers._repeats",
 )
-def _(real: Real) -> Real:
-    async def group(self: Any, *args: Any, **kwargs: Any) -> Group:
-        g = await real(self, *args, **kwargs)
-        # Each answer gets the verdicts of the next one: the sum over the group stays what it was.
-        verdicts = [e.verdicts for e in (*g.episodes[1:], g.episodes[0])]
-        return replace(g, episodes=tuple(replace(e, verdicts=v) for e, v in zip(g.episodes, verdicts, strict=True)))
-
-    return group
+async def _(real: Real, self: Any, *args: Any, **kwargs: Any) -> Group:
+    g = await real(self, *args, **kwargs)
+    # Each answer gets the verdicts of the next one: the sum over the group stays what it was.
+    verdicts = [e.verdicts for e in (*g.episodes[1:], g.episodes[0])]
+    return replace(g, episodes=tuple(replace(e, verdicts=v) for e, v in zip(g.episodes, verdicts, strict=True)))
 
 
 @fault(
@@ -92,14 +81,11 @@ def _(real: Real) -> Real:
     lesson="a verifier is tried with answers that look right before a policy learns from it",
     caught_by="near_misses_are_not",
 )
-def _(real: Real) -> Real:
-    def first(text: str) -> Any:
-        import re
+def _(real: Real, text: str) -> Any:
+    import re
 
-        number = re.search(r"-?\d+", text)
-        return real(number.group()) if number else None
-
-    return first
+    number = re.search(r"-?\d+", text)
+    return real(number.group()) if number else None
 
 
 @fault(
@@ -115,8 +101,8 @@ def _(real: Real) -> Real:
         " env.rewards=last_integer env.rewards.0.measured=true FAULT",
     ),
 )
-def _(real: Real) -> Real:
-    return lambda self, attempt: Verdict.value(1.0) if ";;" in attempt.text else real(self, attempt)
+def _(real: Real, self: Any, attempt: Any) -> Any:
+    return Verdict.value(1.0) if ";;" in attempt.text else real(self, attempt)
 
 
 @fault(
@@ -128,8 +114,8 @@ def _(real: Real) -> Real:
     lesson="a held-out score means something only where no training task is a held-out one",
     caught_by="split_is_clean",
 )
-def _(real: Real) -> Real:
-    return lambda self: frozenset()
+def _(real: Real, self: Any) -> Any:
+    return frozenset()
 
 
 @fault(
@@ -143,19 +129,16 @@ def _(real: Real) -> Real:
     caught_by="same_question",
     see=("run arithmetic sft.steps=40 rl=none FAULT",),
 )
-def _(real: Real) -> Real:
-    def demonstration(*args: Any, **kwargs: Any) -> Any:
-        s = real(*args, **kwargs)
-        # Everything behind the first token, which nothing stands before.
-        mask = np.arange(len(s.ids)) > 0
-        return replace(
-            s,
-            mask=mask,
-            logp=np.where(mask, 0.0, np.nan).astype(np.float32),
-            version=np.where(mask, 0, -1).astype(np.int32),
-        )
-
-    return demonstration
+def _(real: Real, *args: Any, **kwargs: Any) -> Any:
+    s = real(*args, **kwargs)
+    # Everything behind the first token, which nothing stands before.
+    mask = np.arange(len(s.ids)) > 0
+    return replace(
+        s,
+        mask=mask,
+        logp=np.where(mask, 0.0, np.nan).astype(np.float32),
+        version=np.where(mask, 0, -1).astype(np.int32),
+    )
 
 
 @fault(
@@ -169,13 +152,10 @@ def _(real: Real) -> Real:
     caught_by="shows_no_verdict",
     see=("run judge sft.steps=20 rl.steps=2 FAULT",),
 )
-def _(real: Real) -> Real:
-    def task(self: Any, name: str, index: int, texts: tuple[str, ...], gold: int, best: int) -> Any:
-        real_task = real(self, name, index, texts, gold, best)
-        # A blank at the end, which nobody sees in print. The tokens of the prompt are others.
-        return replace(real_task, prompt=real_task.prompt + (" " if gold else ""))
-
-    return task
+def _(real: Real, self: Any, name: str, index: int, texts: tuple[str, ...], gold: int, best: int) -> Any:
+    real_task = real(self, name, index, texts, gold, best)
+    # A blank at the end, which nobody sees in print. The tokens of the prompt are others.
+    return replace(real_task, prompt=real_task.prompt + (" " if gold else ""))
 
 
 @fault(
@@ -189,12 +169,9 @@ def _(real: Real) -> Real:
     caught_by="sides_are_as_judged",
     see=("run reward_model FAULT",),
 )
-def _(real: Real) -> Real:
-    def reward_batch(*args: Any) -> Any:
-        batch = real(*args)
-        return batch.having({SIDE: 1 - batch[SIDE]})
-
-    return reward_batch
+def _(real: Real, *args: Any) -> Any:
+    batch = real(*args)
+    return batch.having({SIDE: 1 - batch[SIDE]})
 
 
 @fault(
@@ -209,8 +186,8 @@ def _(real: Real) -> Real:
     caught_by="kept_passes",
     see=("run reject sft.steps=40 reject.rounds=1 FAULT",),
 )
-def _(real: Real) -> Real:
-    return lambda self, rewards, improvement=0: list(range(len(rewards)))
+def _(real: Real, self: Any, rewards: Any, improvement: Any = 0) -> Any:
+    return list(range(len(rewards)))
 
 
 @fault(
@@ -228,12 +205,9 @@ def _(real: Real) -> Real:
         "eval RUN FAULT",
     ),
 )
-def _(real: Real) -> Real:
-    def back_up(self: Any, value: float) -> None:
-        self.found.append(value)
-        # The real one goes up to the root.
-        for node in (self, self.parent):
-            if node is not None:
-                node.visits, node.total = node.visits + 1, node.total + value
-
-    return back_up
+def _(real: Real, self: Any, value: float) -> None:
+    self.found.append(value)
+    # The real one goes up to the root.
+    for node in (self, self.parent):
+        if node is not None:
+            node.visits, node.total = node.visits + 1, node.total + value

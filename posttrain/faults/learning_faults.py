@@ -30,8 +30,8 @@ MICRO = ("rl.micro_tokens=64",)
     lesson="the group's standard deviation divides by G - 1, and by G every small group learns faster",
     caught_by="StepCreditAudit.credit_agrees",
 )
-def _(real: Real) -> Real:
-    return lambda rewards, *args, **kwargs: float(np.std(rewards))
+def _(real: Real, rewards: Any, *args: Any, **kwargs: Any) -> Any:
+    return float(np.std(rewards))
 
 
 @fault(
@@ -46,21 +46,18 @@ def _(real: Real) -> Real:
     lesson="an answer is compared with answers to its own prompt only",
     caught_by="StepCreditAudit.credit_agrees",
 )
-def _(real: Real) -> Real:
-    def by_samples(a: Any, samples_P: Any, *args: Any, **kwargs: Any) -> Any:
-        # Groups of different sizes have no rectangle to be read along the other axis.
-        if len({len(s) for s in samples_P}) != 1:
-            return real(a, samples_P, *args, **kwargs)
-        # The places of a [P, G] rectangle in the order of its transpose.
-        places = np.arange(len(samples_P) * len(samples_P[0])).reshape(len(samples_P), -1).T.ravel()
-        flat = [s for samples in samples_P for s in samples]
-        mixed = [[flat[i] for i in of_group] for of_group in np.array_split(places, len(samples_P))]
-        raw, *silent_and_after = real(a, mixed, *args, **kwargs)
-        # Each result goes back to its own sample: wrong is only what it was compared with.
-        by_place = dict(zip(places.tolist(), raw, strict=True))
-        return [by_place[i] for i in range(len(flat))], *silent_and_after
-
-    return by_samples
+def _(real: Real, a: Any, samples_P: Any, *args: Any, **kwargs: Any) -> Any:
+    # Groups of different sizes have no rectangle to be read along the other axis.
+    if len({len(s) for s in samples_P}) != 1:
+        return real(a, samples_P, *args, **kwargs)
+    # The places of a [P, G] rectangle in the order of its transpose.
+    places = np.arange(len(samples_P) * len(samples_P[0])).reshape(len(samples_P), -1).T.ravel()
+    flat = [s for samples in samples_P for s in samples]
+    mixed = [[flat[i] for i in of_group] for of_group in np.array_split(places, len(samples_P))]
+    raw, *silent_and_after = real(a, mixed, *args, **kwargs)
+    # Each result goes back to its own sample: wrong is only what it was compared with.
+    by_place = dict(zip(places.tolist(), raw, strict=True))
+    return [by_place[i] for i in range(len(flat))], *silent_and_after
 
 
 @fault(
@@ -72,13 +69,10 @@ def _(real: Real) -> Real:
     lesson="credit is of its own token: one place beside, the border of answers is crossed",
     caught_by="StepCreditAudit.credit_agrees",
 )
-def _(real: Real) -> Real:
-    def stream(parts: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-        out = real(parts, name, *args, **kwargs)
-        # Over the whole batch: the first token of an answer gets what the last one of the answer before it had.
-        return np.roll(out, 1) if name == "advantage" and out is not None else out
-
-    return stream
+def _(real: Real, parts: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    out = real(parts, name, *args, **kwargs)
+    # Over the whole batch: the first token of an answer gets what the last one of the answer before it had.
+    return np.roll(out, 1) if name == "advantage" and out is not None else out
 
 
 @fault(
@@ -90,12 +84,9 @@ def _(real: Real) -> Real:
     lesson="a loss with the wrong sign looks like one, and unlearns what is paid",
     caught_by="points_uphill",
 )
-def _(real: Real) -> Real:
-    def objective(*args: Any, **kwargs: Any) -> Any:
-        terms = real(*args, **kwargs)
-        return replace(terms, loss=-terms.loss)
-
-    return objective
+def _(real: Real, *args: Any, **kwargs: Any) -> Any:
+    terms = real(*args, **kwargs)
+    return replace(terms, loss=-terms.loss)
 
 
 @fault(
@@ -111,8 +102,8 @@ def _(real: Real) -> Real:
     lesson="the two directions of a KL are two penalties (the lab's lesson on reward and reference)",
     caught_by="agrees_on_synthetic_batch",
 )
-def _(real: Real) -> Real:
-    return lambda estimator, gap, *args, **kwargs: real(estimator, -gap, *args, **kwargs)
+def _(real: Real, estimator: Any, gap: Any, *args: Any, **kwargs: Any) -> Any:
+    return real(estimator, -gap, *args, **kwargs)
 
 
 @fault(
@@ -125,11 +116,8 @@ def _(real: Real) -> Real:
     lesson="a KL is in the loss or in the reward, and not in both",
     caught_by="StepCreditAudit.credit_agrees",
 )
-def _(real: Real) -> Real:
-    def samples(a: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
-        return [replace(s, shaped=s.shaped - _distance(a, s.scored)) for s in real(a, group, *args, **kwargs)]
-
-    return samples
+def _(real: Real, a: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
+    return [replace(s, shaped=s.shaped - _distance(a, s.scored)) for s in real(a, group, *args, **kwargs)]
 
 
 def _distance(a: Any, scored: Any) -> float:
@@ -150,9 +138,9 @@ def _distance(a: Any, scored: Any) -> float:
     lesson="the old log-probs are those before the first optimizer step, or no ratio is ever clipped",
     caught_by="agrees_on_synthetic_batch",
 )
-def _(real: Real) -> Real:
+def _(real: Real, *args: Any, **kwargs: Any) -> Any:
     # Without the stream the loss takes the log-probs of now.
-    return lambda *args, **kwargs: real(*args, **kwargs).having({START: None})
+    return real(*args, **kwargs).having({START: None})
 
 
 @fault(
@@ -165,11 +153,8 @@ def _(real: Real) -> Real:
     lesson="without its min or max a clipped loss still has a gradient where it should have none",
     caught_by="agrees_on_synthetic_batch",
 )
-def _(real: Real) -> Real:
-    def push(region: Any, inputs: Any) -> Any:
-        return replace(real(region, inputs), push_M=inputs.ratio_M)
-
-    return push
+def _(real: Real, region: Any, inputs: Any) -> Any:
+    return replace(real(region, inputs), push_M=inputs.ratio_M)
 
 
 @fault(
@@ -182,8 +167,8 @@ def _(real: Real) -> Real:
     lesson="a mean over tokens and a mean over answers are two losses",
     caught_by="StepCreditAudit.weights_agree",
 )
-def _(real: Real) -> Real:
-    return lambda aggregate, *args, **kwargs: real("token_mean", *args, **kwargs)
+def _(real: Real, aggregate: Any, *args: Any, **kwargs: Any) -> Any:
+    return real("token_mean", *args, **kwargs)
 
 
 @fault(
@@ -196,13 +181,10 @@ def _(real: Real) -> Real:
     lesson="groups are filtered by what was right, before rewards are shaped",
     caught_by="filter_reads_outcomes",
 )
-def _(real: Real) -> Real:
-    def mixed(self: Any) -> bool:
-        # Lengths differ nearly always, so a group that is all wrong seems to have a spread.
-        shaped = [(outcome(e.verdicts) or 0.0) - 0.1 * e.spoken for e in self.judged]
-        return len(shaped) > 1 and max(shaped) != min(shaped)
-
-    return mixed
+def _(real: Real, self: Any) -> bool:
+    # Lengths differ nearly always, so a group that is all wrong seems to have a spread.
+    shaped = [(outcome(e.verdicts) or 0.0) - 0.1 * e.spoken for e in self.judged]
+    return len(shaped) > 1 and max(shaped) != min(shaped)
 
 
 @fault(
@@ -215,15 +197,12 @@ def _(real: Real) -> Real:
     lesson="micro-batches change memory and nothing else",
     caught_by="loss_agrees",
 )
-def _(real: Real) -> Real:
-    def cut(self: Any, *args: Any, **kwargs: Any) -> Any:
-        parts = real(self, *args, **kwargs)
-        # Sequences without weights are only scored.
-        if not isinstance(self, Batch):
-            return parts
-        return [p.having({WEIGHT: p[WEIGHT] / len(parts)}) for p in parts]
-
-    return cut
+def _(real: Real, self: Any, *args: Any, **kwargs: Any) -> Any:
+    parts = real(self, *args, **kwargs)
+    # Sequences without weights are only scored.
+    if not isinstance(self, Batch):
+        return parts
+    return [p.having({WEIGHT: p[WEIGHT] / len(parts)}) for p in parts]
 
 
 @fault(
@@ -237,8 +216,8 @@ def _(real: Real) -> Real:
     caught_by="agrees_on_synthetic_judgements",
     see=("run dpo sft.steps=20 dpo.steps=5 FAULT",),
 )
-def _(real: Real) -> Real:
-    return lambda self, c, r: real(self, r, c)
+def _(real: Real, self: Any, c: Any, r: Any) -> Any:
+    return real(self, r, c)
 
 
 @fault(
@@ -251,6 +230,6 @@ def _(real: Real) -> Real:
     lesson="what samples must hold the adapter that trains",
     caught_by="Sync._try_adapter",
 )
-def _(real: Real) -> Real:
+def _(real: Real, layer: Any) -> Any:
     # The weight beneath the adapter with the real bias.
-    return lambda layer: (getattr(layer, "base_layer", layer).weight.detach().clone(), real(layer)[1])
+    return (getattr(layer, "base_layer", layer).weight.detach().clone(), real(layer)[1])

@@ -3,8 +3,8 @@
 The real code has no `if fault`. A fault is registered like this:
 
     @fault("std_ddof", seam="posttrain.algorithm.credit.step_credit:_std", ...)
-    def _(real):
-        return lambda rewards: float(np.std(rewards))
+    def _(real, rewards):
+        return float(np.std(rewards))
 
 `planted(name)` puts the twin in place of the function inside a block; everything else is the real code. `posttrain
 faults` lists the faults of the package. docs/research/trust.md lists which check catches each, and after how many
@@ -18,7 +18,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any
 
 from posttrain.system.errors import ConfigError, nearest
@@ -94,15 +94,28 @@ REGISTERED: dict[str, Fault] = {}
 """Every fault by name, filled by the modules that define them, in their order."""
 
 
-def fault(name: str, **about: Any) -> Callable[[Twin], Twin]:
-    """Register the decorated function as the twin of the function at `seam`; `about` are the fields of `Fault`."""
+def fault(name: str, **about: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated function as the buggy form of the function at `seam`; `about` are the fields of `Fault`.
+    It gets the real function before the arguments of a call. One that takes the real function alone returns the buggy
+    one."""
 
-    def register(twin: Twin) -> Twin:
+    def register(buggy: Callable[..., Any]) -> Callable[..., Any]:
         assert name not in REGISTERED, f"two faults are called {name!r}"
+        twin = buggy if len(inspect.signature(buggy).parameters) == 1 else _called_with_real(buggy)
         REGISTERED[name] = Fault(name=name, twin=twin, **about)
-        return twin
+        return buggy
 
     return register
+
+
+def _called_with_real(buggy: Callable[..., Any]) -> Twin:
+    """The twin whose function calls `buggy` with the real function first."""
+
+    @wraps(buggy)
+    def twin(real: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: buggy(real, *args, **kwargs)
+
+    return twin
 
 
 def _registered(module: str, name: str) -> Fault:
@@ -148,8 +161,7 @@ def planted(fault: Fault | str | None) -> Iterator[None]:
         yield
         return
     owner, attribute = _place(chosen.seam)
-    # An inherited method is not in the class's own dictionary. Then the twin is put into the subclass and deleted at
-    # the end, so that the parent stays as it is.
+    # The twin of an inherited method is put into the subclass and deleted at the end: the parent stays.
     in_class = attribute in vars(owner)
     # `getattr` would call a property and unwrap a static method. Here the object itself is needed.
     real = inspect.getattr_static(owner, attribute)

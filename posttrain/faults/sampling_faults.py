@@ -24,12 +24,9 @@ Real = Callable[..., Any]
     lesson="sampler and learner score at one temperature, or no ratio is right",
     caught_by="sampler_agrees",
 )
-def _(real: Real) -> Real:
-    def head(self: Any, packed: Any, *args: Any, **kwargs: Any) -> Any:
-        # The sampler keeps its own contract; only what the learner reads is another one.
-        return real(self, replace(packed, sampling=replace(packed.sampling, temperature=1.0)), *args, **kwargs)
-
-    return head
+def _(real: Real, self: Any, packed: Any, *args: Any, **kwargs: Any) -> Any:
+    # The sampler keeps its own contract; only what the learner reads is another one.
+    return real(self, replace(packed, sampling=replace(packed.sampling, temperature=1.0)), *args, **kwargs)
 
 
 @fault(
@@ -42,13 +39,10 @@ def _(real: Real) -> Real:
     lesson="a truncated distribution is renormalised on both sides",
     caught_by="sampler_agrees",
 )
-def _(real: Real) -> Real:
-    def head(self: Any, packed: Any, *args: Any, **kwargs: Any) -> Any:
-        whole = replace(packed.sampling, top_p=1.0, top_k=0, min_p=0.0)
-        # Without kept sets there is nothing to renormalise over.
-        return real(self, replace(packed, sampling=whole, kept=None), *args, **kwargs)
-
-    return head
+def _(real: Real, self: Any, packed: Any, *args: Any, **kwargs: Any) -> Any:
+    whole = replace(packed.sampling, top_p=1.0, top_k=0, min_p=0.0)
+    # Without kept sets there is nothing to renormalise over.
+    return real(self, replace(packed, sampling=whole, kept=None), *args, **kwargs)
 
 
 @fault(
@@ -60,9 +54,9 @@ def _(real: Real) -> Real:
     lesson="log-probs that agree do not show that tokens were drawn from them",
     caught_by="drawn_again",
 )
-def _(real: Real) -> Real:
+def _(real: Real, logp: Any, *args: Any) -> Any:
     # Twice the log-probs is half the temperature. What is reported stays what was passed in.
-    return lambda logp, *args: real((2 * logp).log_softmax(-1), *args)
+    return real((2 * logp).log_softmax(-1), *args)
 
 
 @fault(
@@ -74,12 +68,9 @@ def _(real: Real) -> Real:
     lesson="siblings that are one answer repeated have no spread and no credit",
     caught_by="bet_on_siblings",
 )
-def _(real: Real) -> Real:
-    async def episode(self: Any, task: Any, visit: int, sibling: int, *args: Any, **kwargs: Any) -> Any:
-        # Every sibling is asked as the first one and gets its own number afterwards.
-        return replace(await real(self, task, visit, 0, *args, **kwargs), sibling=sibling)
-
-    return episode
+async def _(real: Real, self: Any, task: Any, visit: int, sibling: int, *args: Any, **kwargs: Any) -> Any:
+    # Every sibling is asked as the first one and gets its own number afterwards.
+    return replace(await real(self, task, visit, 0, *args, **kwargs), sibling=sibling)
 
 
 @fault(
@@ -91,13 +82,10 @@ def _(real: Real) -> Real:
     lesson="a loss mask one place late trains on the prompt and forgets the stop",
     caught_by="Segment",
 )
-def _(real: Real) -> Real:
-    def segment(self: Any) -> Segment:
-        s = real(self)
-        # Log-probs and versions stay where they are, so `Segment` refuses it.
-        return replace(s, mask=np.roll(s.mask, 1))
-
-    return segment
+def _(real: Real, self: Any) -> Segment:
+    s = real(self)
+    # Log-probs and versions stay where they are, so `Segment` refuses it.
+    return replace(s, mask=np.roll(s.mask, 1))
 
 
 @fault(
@@ -109,8 +97,8 @@ def _(real: Real) -> Real:
     lesson="a log-prob belongs to its own token",
     caught_by="sampler_agrees",
 )
-def _(real: Real) -> Real:
-    return lambda self, said: real(self, replace(said, logp=np.roll(said.logp, 1)))
+def _(real: Real, self: Any, said: Any) -> Any:
+    return real(self, replace(said, logp=np.roll(said.logp, 1)))
 
 
 @fault(
@@ -124,18 +112,13 @@ def _(real: Real) -> Real:
     caught_by="demonstration_ends_once",
     see=("run calculator sft.steps=20 rl.steps=5 FAULT",),
 )
-def _(real: Real) -> Real:
-    def see(self: Any, ids: Any) -> None:
-        # The first text is the prompt, which rightly counts as context.
-        if not len(self):
-            return real(self, ids)
-        n = len(ids)
-        # As spoken by the weights of the last turn, with a log-prob of 0.
-        return self._append(
-            ids, np.ones(n, bool), np.zeros(n, np.float32), np.zeros(n, np.int32) + self._version[-1][-1]
-        )
-
-    return see
+def _(real: Real, self: Any, ids: Any) -> None:
+    # The first text is the prompt, which rightly counts as context.
+    if not len(self):
+        return real(self, ids)
+    n = len(ids)
+    # As spoken by the weights of the last turn, with a log-prob of 0.
+    return self._append(ids, np.ones(n, bool), np.zeros(n, np.float32), np.zeros(n, np.int32) + self._version[-1][-1])
 
 
 @fault(
@@ -147,10 +130,7 @@ def _(real: Real) -> Real:
     lesson="labels are shifted once: twice, each token is predicted from itself",
     caught_by="Packed",
 )
-def _(real: Real) -> Real:
-    def of(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        packed = real(cls, *args, **kwargs)
-        # The hidden state of the token itself. A source needs a token behind it, so the last position cannot be one.
-        return replace(packed, source_M=np.minimum(packed.source_M + 1, len(packed.ids_N) - 2))
-
-    return of
+def _(real: Real, cls: Any, *args: Any, **kwargs: Any) -> Any:
+    packed = real(cls, *args, **kwargs)
+    # The hidden state of the token itself. A source needs a token behind it, so the last position cannot be one.
+    return replace(packed, source_M=np.minimum(packed.source_M + 1, len(packed.ids_N) - 2))

@@ -37,13 +37,10 @@ def restamped(group: Group, version: Callable[[np.ndarray], np.ndarray]) -> Grou
     lesson="a reference that shares its tensors with the policy holds nothing",
     caught_by="reference_unmoved",
 )
-def _(real: Real) -> Real:
-    def init(self: Any, policy: Any) -> None:
-        real(self, policy)
-        # After the real copy was made and its digest taken.
-        self.policy, self._scorer = policy, type(self._scorer)(policy)
-
-    return init
+def _(real: Real, self: Any, policy: Any) -> None:
+    real(self, policy)
+    # After the real copy was made and its digest taken.
+    self.policy, self._scorer = policy, type(self._scorer)(policy)
 
 
 @fault(
@@ -55,12 +52,9 @@ def _(real: Real) -> Real:
     lesson="training goes on while the sampler says what old weights say",
     caught_by="pushed_between_steps",
 )
-def _(real: Real) -> Real:
-    async def push(self: Any, version: int) -> str:
-        # The fingerprint is the learner's, so that the push looks as if it had arrived.
-        return await real(self, version) if not self.sampler.version else self.learner.fingerprint()
-
-    return push
+async def _(real: Real, self: Any, version: int) -> str:
+    # The fingerprint is the learner's, so that the push looks as if it had arrived.
+    return await real(self, version) if not self.sampler.version else self.learner.fingerprint()
 
 
 @fault(
@@ -72,14 +66,11 @@ def _(real: Real) -> Real:
     lesson="one tensor that is not sent is enough for two policies",
     caught_by="Sync._send",
 )
-def _(real: Real) -> Real:
-    def replace_weights(module: Any, tensors: Any) -> None:
-        name, tensor = list(module.state_dict(keep_vars=True).items())[1]
-        kept = tensor.detach().clone()
-        real(module, tensors)
-        module.state_dict()[name].copy_(kept)
-
-    return replace_weights
+def _(real: Real, module: Any, tensors: Any) -> None:
+    name, tensor = list(module.state_dict(keep_vars=True).items())[1]
+    kept = tensor.detach().clone()
+    real(module, tensors)
+    module.state_dict()[name].copy_(kept)
 
 
 @fault(
@@ -91,9 +82,9 @@ def _(real: Real) -> Real:
     lesson="a parameter that never reaches the optimizer trains in no log",
     caught_by="served_is_trained",
 )
-def _(real: Real) -> Real:
+def _(real: Real, self: Any) -> Any:
     # What an optimizer is built from lacks them; the model itself computes with them.
-    return lambda self: {n: p for n, p in real(self).items() if ".layers.0." not in n}
+    return {n: p for n, p in real(self).items() if ".layers.0." not in n}
 
 
 @fault(
@@ -105,12 +96,9 @@ def _(real: Real) -> Real:
     lesson="a detached tensor stops the gradient and no error says so",
     caught_by="gradient_reaches",
 )
-def _(real: Real) -> Real:
-    def backward(ctx: Any, *grads: Any) -> Any:
-        grad, *rest = real(ctx, *grads)
-        return grad.new_zeros(grad.shape), *rest
-
-    return backward
+def _(real: Real, ctx: Any, *grads: Any) -> Any:
+    grad, *rest = real(ctx, *grads)
+    return grad.new_zeros(grad.shape), *rest
 
 
 @fault(
@@ -122,16 +110,13 @@ def _(real: Real) -> Real:
     lesson="gradients that are not cleared make every step the sum of all",
     caught_by="loss_agrees",
 )
-def _(real: Real) -> Real:
-    def step(self: Any) -> float:
-        # Taken before the step, which clears them, and put back after it.
-        grads = {n: p.grad for n, p in self._parameters.items()}
-        norm = real(self)
-        for n, p in self._parameters.items():
-            p.grad = grads[n]
-        return norm
-
-    return step
+def _(real: Real, self: Any) -> float:
+    # Taken before the step, which clears them, and put back after it.
+    grads = {n: p.grad for n, p in self._parameters.items()}
+    norm = real(self)
+    for n, p in self._parameters.items():
+        p.grad = grads[n]
+    return norm
 
 
 @fault(
@@ -144,8 +129,8 @@ def _(real: Real) -> Real:
     lesson="the first steps at full learning rate do what warm-up should prevent",
     caught_by="update_agrees",
 )
-def _(real: Real) -> Real:
-    return lambda self: self.config.lr
+def _(real: Real, self: Any) -> Any:
+    return self.config.lr
 
 
 @fault(
@@ -157,9 +142,9 @@ def _(real: Real) -> Real:
     lesson="packed answers must not see each other",
     caught_by="Sharing._prove",
 )
-def _(real: Real) -> Real:
+def _(real: Real, lengths: Any, *args: Any, **kwargs: Any) -> Any:
     # One segment in place of all: nothing parts them any more.
-    return lambda lengths, *args, **kwargs: real([int(sum(lengths))], *args, **kwargs)
+    return real([int(sum(lengths))], *args, **kwargs)
 
 
 @fault(
@@ -176,8 +161,8 @@ def _(real: Real) -> Real:
         "run --resume RUN rl.steps=4 --allow-fault",
     ),
 )
-def _(real: Real) -> Real:
-    return lambda folder, optimizer: None
+def _(real: Real, folder: Any, optimizer: Any) -> Any:
+    return None
 
 
 @fault(
@@ -218,11 +203,8 @@ def _(real: Real) -> Real:
     caught_by="unchanged_in_the_queue",
     see=("run arithmetic sft.steps=40 rl.steps=20 rl.staleness=2 FAULT",),
 )
-def _(real: Real) -> Real:
-    async def take(self: Any, index: int, request: Any, version: int, seen: Any) -> Any:
-        taken = await real(self, index, request, version, seen)
-        # Stamped as they leave the queue; in it they carry the versions of the weights that said them.
-        now = [restamped(g, lambda old: np.full_like(old, version)) for g in taken.played]
-        return replace(taken, played=tuple(now))
-
-    return take
+async def _(real: Real, self: Any, index: int, request: Any, version: int, seen: Any) -> Any:
+    taken = await real(self, index, request, version, seen)
+    # Stamped as they leave the queue; in it they carry the versions of the weights that said them.
+    now = [restamped(g, lambda old: np.full_like(old, version)) for g in taken.played]
+    return replace(taken, played=tuple(now))

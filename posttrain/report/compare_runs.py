@@ -105,7 +105,11 @@ def _score(c: RunComparison, run: ComparedRun) -> Score:
 
     Comparisons hold losses as negative numbers. Here a loss is positive again, and lower is better.
     """
-    score = run.measured.accuracy if c.what == "accuracy" else run.measured.reward
+    return _as_read(c, run.measured.accuracy if c.what == "accuracy" else run.measured.reward)
+
+
+def _as_read(c: RunComparison, score: Score) -> Score:
+    """A score or a gain of the comparison, with the sign that people read."""
     return Score(-score.mean, -score.high, -score.low, score.prompts) if c.what == "loss" else score
 
 
@@ -117,13 +121,10 @@ def _sentence(c: RunComparison, g: GroupGain) -> str:
     if c.what == "loss":
         difference, units = "change", "rows"
         paired = replace(paired, before=-paired.before, after=-paired.after, low=-paired.high, high=-paired.low)
-    figures = f"held-out {_word(c)} {paired.means}, {difference} {paired}, paired over"
-    figures += f" {paired.prompts} {units}"
+    figures = f"held-out {_word(c)} {paired.means}, {difference} {paired}, paired over {paired.prompts} {units}"
     if (by_seeds := g.over_seeds) is not None:
         pairing = "paired by seed" if g.by_seed else "by Welch"
-        by_seeds = (
-            Score(-by_seeds.mean, -by_seeds.high, -by_seeds.low, by_seeds.prompts) if c.what == "loss" else by_seeds
-        )
+        by_seeds = _as_read(c, by_seeds)
         figures += f"; over seeds ({seeds}, {pairing}) {interval(by_seeds.mean, by_seeds.low, by_seeds.high, '+')}"
     elif min(g.seeds) > 1:
         figures += f". Its {seeds} agree to the last prompt, so they do not tell how much another seed would differ"

@@ -1,7 +1,5 @@
 """Pictures made with matplotlib: gauges of runs by step, searches by their cost, and simulated loops by a setting.
-
-matplotlib is imported when a picture is made. No global state of it is used, so a notebook's own settings stay.
-"""
+matplotlib is imported when a picture is made, and none of its global state is used: a notebook's own settings stay."""
 
 from __future__ import annotations
 
@@ -87,11 +85,7 @@ def plot(
             f" {nearest(missing[0], known)}"
         )
     with _matplotlib():
-        figure = shown_by_notebooks(_figure(drawn, runs))
-        if out is not None:
-            path = Path(out)
-            files.write_file(path, _written(figure, path.suffix[1:]), durable=False)
-    return figure
+        return _finished(_figure(drawn, runs), out)
 
 
 def _drawn(runs: Sequence[RunOutcome], gauges: Sequence[str]) -> dict[str, list[dict[str, Curve]]]:
@@ -117,9 +111,8 @@ def _figure(drawn: Mapping[str, Sequence[Mapping[str, Curve]]], runs: Sequence[R
         axis.set_xlabel(_text(f"step of {stage}"))
         axis.xaxis.get_major_locator().set_params(integer=True)
     if len(runs) > 1:
-        named = {
-            label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)
-        }
+        shown = [axis.get_legend_handles_labels() for axis in axes.flat]
+        named = {label: line for lines, labels in shown for line, label in zip(lines, labels, strict=True)}
         # As many columns as fit: about 14 letters to an inch, and the space of 6 for the line beside a name.
         columns = max(1, min(len(named), 4, int(14 * wide) // (6 + max(map(len, named)))))
         figure.legend(named.values(), named.keys(), frameon=False, fontsize=8, loc="outside upper left", ncols=columns)
@@ -127,15 +120,9 @@ def _figure(drawn: Mapping[str, Sequence[Mapping[str, Curve]]], runs: Sequence[R
 
 
 def summary_picture(of: RunOutcome) -> bytes | None:
-    """The picture of summary.md as SVG: reward (or loss) and held-out score of the stage `RunOutcome.drawn`.
-
-    None where that stage took fewer than two steps.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        ConfigError: its values are too large to be drawn.
-    """
-
+    """The picture of summary.md as SVG: reward (or loss) and held-out score of the stage `RunOutcome.drawn`. None where
+    that stage took fewer than two steps. ImportError without matplotlib; ConfigError for values too large to be
+    drawn."""
     s = of.drawn
     if s is None or s.steps < 2:
         return None
@@ -161,17 +148,16 @@ def summary_picture(of: RunOutcome) -> bytes | None:
 
 def _held_out(axis: Axes, s: StageOutcome) -> None:
     """Held-out points, with the intervals of the first and the last one."""
-    rows = [("reward", s.heldout_reward, COLOURS[1])] if s.graded else [("accuracy", s.heldout, COLOURS[1])]
-    for what, points, colour in rows:
-        if not points:
-            continue
-        axis.plot(*_xy(points), color=colour, marker="o", markersize=3.5, linewidth=1, label=f"held-out {what}")
-        # Only the first and the last measurement have an interval: between them the curve holds means.
-        for m, x in ((s.start, 0), (s.end, s.end.step if s.end is not None else 0)):
-            score = getattr(m, what) if m is not None else None
-            if score is not None and score.prompts > 1:
-                ends = ([score.mean - score.low], [score.high - score.mean])
-                axis.errorbar([x], [score.mean], yerr=ends, color=colour, capsize=3, linewidth=1)
+    what, points = ("reward", s.heldout_reward) if s.graded else ("accuracy", s.heldout)
+    if not points:
+        return
+    axis.plot(*_xy(points), color=COLOURS[1], marker="o", markersize=3.5, linewidth=1, label=f"held-out {what}")
+    # Only the first and the last measurement have an interval: between them the curve holds means.
+    for m, x in ((s.start, 0), (s.end, s.end.step if s.end is not None else 0)):
+        score = getattr(m, what) if m is not None else None
+        if score is not None and score.prompts > 1:
+            ends = ([score.mean - score.low], [score.high - score.mean])
+            axis.errorbar([x], [score.mean], yerr=ends, color=COLOURS[1], capsize=3, linewidth=1)
 
 
 def smooth(curve: Curve, share: float = 0.1) -> Curve:
@@ -210,7 +196,7 @@ def search_plot(points: Sequence[SearchPoint], title: str, out: str | Path) -> F
         axis.plot(xs, ys, color="#999999", linewidth=4, alpha=0.35, zorder=0)
         for i, (family, of_kind) in enumerate(families.items()):
             xs, ys = [p.tokens for p in of_kind], [p.score.mean for p in of_kind]
-            colour, line = COLOURS[i % len(COLOURS)], "-" if i < len(COLOURS) else "--"
+            colour, line = _line_style(i)
             # Intervals are cut to the scale of the scores: beyond it they would look like possible scores.
             low = [p.score.mean - max(p.score.low, p.grades.scale[0]) for p in of_kind]
             high = [min(p.score.high, p.grades.scale[1]) - p.score.mean for p in of_kind]
@@ -226,8 +212,7 @@ def search_plot(points: Sequence[SearchPoint], title: str, out: str | Path) -> F
         axis.set_title(_text(title), fontsize=9)
         axis.grid(alpha=0.25)
         axis.legend(frameon=False, fontsize=8)
-        files.write_file(Path(out), _written(shown_by_notebooks(figure), Path(out).suffix[1:]), durable=False)
-    return figure
+        return _finished(figure, out)
 
 
 def sweep_plot(name: str, rows: Sequence[tuple[str, LoopOutcome]], out: str | Path) -> Figure:
@@ -266,8 +251,7 @@ def sweep_plot(name: str, rows: Sequence[tuple[str, LoopOutcome]], out: str | Pa
             axis.set_xticks(list(at), values)
             axis.set_xlabel(_text(name))
             axis.grid(alpha=0.25, axis="y")
-        files.write_file(Path(out), _written(shown_by_notebooks(figure), Path(out).suffix[1:]), durable=False)
-    return figure
+        return _finished(figure, out)
 
 
 def check_out(out: str | Path) -> None:
@@ -288,7 +272,6 @@ def _curves(of: RunOutcome, gauge: str) -> dict[str, Curve]:
         else:
             of_stage = (x for x in steps if x.stage == s.name and gauge in x.gauges and x.gauges[gauge].count)
             curve = tuple((x.index, x.gauges[gauge].mean) for x in of_stage)
-        # What was not measured in a step, or is no number, is left out.
         if curve := tuple((i, y) for i, y in curve if math.isfinite(y)):
             by_stage[s.name] = curve
     return by_stage
@@ -319,14 +302,18 @@ def _panel(axis: Axes, gauge: str, labels: Sequence[str], curves: Sequence[Curve
     for i, (label, points) in enumerate(zip(labels, curves, strict=True)):
         if not points:
             continue
-        colour = COLOURS[i % len(COLOURS)]
-        line = "-" if i < len(COLOURS) else "--"
+        colour, line = _line_style(i)
         if gauge in HELD_OUT:
             axis.plot(*_xy(points), line, color=colour, marker="o", markersize=3, label=label)
         else:
             axis.plot(*_xy(points), color=colour, alpha=0.25, linewidth=0.7)
             axis.plot(*_xy(smooth(points)), line, color=colour, label=label)
     axis.grid(alpha=0.25)
+
+
+def _line_style(i: int) -> tuple[str, str]:
+    """The colour of a line by its number, and its dashes."""
+    return COLOURS[i % len(COLOURS)], "-" if i < len(COLOURS) else "--"
 
 
 def _xy(curve: Curve) -> tuple[list[int], list[float]]:
@@ -359,9 +346,12 @@ def _matplotlib() -> Iterator[None]:
             raise ConfigError(f"the values of this record cannot be drawn: {error}") from error
 
 
-def shown_by_notebooks(figure: Figure) -> Figure:
-    """The figure with the method that a notebook calls to show it. By itself a notebook shows only pyplot's figures."""
+def _finished(figure: Figure, out: str | Path | None) -> Figure:
+    """The figure, written to `out`, with the method that a notebook calls to show it: by itself a notebook shows only
+    pyplot's figures."""
     vars(figure)["_repr_png_"] = partial(_png, figure)
+    if out is not None:
+        files.write_file(Path(out), _written(figure, Path(out).suffix[1:]), durable=False)
     return figure
 
 

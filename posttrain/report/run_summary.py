@@ -124,10 +124,10 @@ def footnote(of: RunOutcome) -> str:
 
 def _compared(s: StageOutcome, stages: Sequence[StageOutcome]) -> str:
     """What a stage whose weights were not used further is to be compared with, in words."""
-    timed = next((x for x in stages if x.name == s.time_of), None)
+    timed = next((x for x in stages if x.name == s.stage.time_of), None)
     if timed is not None and timed.began == s.began:
         return f"instead of {timed.name}, from the same weights, for the same time"
-    time = f", for the time of {s.time_of}" if s.time_of is not None else ""
+    time = f", for the time of {s.stage.time_of}" if s.stage.time_of is not None else ""
     return f"from the weights of {s.began}{time}, handed to nobody"
 
 

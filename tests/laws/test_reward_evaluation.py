@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from posttrain.diagnose.reward_bench import SECTIONS, TiesPrompt, best_of_four, reward_bench, reward_bench_2, ties
-from posttrain.diagnose.reward_quality import agrees, calibration, debias, flattery, rank_correlation
+from posttrain.diagnose.reward_quality import agrees, calibration, debias, flattery
 from posttrain.system.errors import DataError
 
 
@@ -75,7 +75,6 @@ def test_scores_that_are_in_no_order_are_refused() -> None:
         lambda: calibration([1.0], [0.0, 2.0]),
         lambda: agrees([math.inf], [0.0]),
         lambda: debias([1.0, math.nan], {"length": [1, 2]}),
-        lambda: rank_correlation([1.0, math.nan], [1.0, 2.0]),
         lambda: best_of_four(0.5, [math.nan]),
         lambda: TiesPrompt((), (1.0,)),
     ):
@@ -94,7 +93,5 @@ def test_flattery_is_phrases_to_the_user() -> None:
         assert flattery(plain) == 0, plain
 
 
-def test_agreement_and_rank_correlation() -> None:
+def test_a_tie_is_half_an_agreement() -> None:
     assert agrees([1, 2, 3, 3], [0, 3, 1, 3]).mean == pytest.approx(2.5 / 4)
-    assert rank_correlation([1, 2, 3], [10, 20, 5]) == pytest.approx(-0.5)
-    assert rank_correlation([1, 1, 2], [3, 3, 9]) == pytest.approx(1) and math.isnan(rank_correlation([1, 1], [1, 2]))

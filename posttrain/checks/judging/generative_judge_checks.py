@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 from posttrain.core.abilities import Judging
@@ -193,11 +194,10 @@ class VotesCheck(Observer):
     def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
         if not isinstance(event, PlayedEvent):
             return None
-        for group in event.experience.played:
-            for judge in roles.rollout.judges:
-                for episode in group.episodes:
-                    if isinstance(judge, GenerativeJudge):
-                        votes_are_counted(judge, group, episode)
-                    elif isinstance(judge, GenerativeStepJudge):
-                        step_votes_are_counted(judge, episode)
+        for group, judge in product(event.experience.played, roles.rollout.judges):
+            for episode in group.episodes:
+                if isinstance(judge, GenerativeJudge):
+                    votes_are_counted(judge, group, episode)
+                elif isinstance(judge, GenerativeStepJudge):
+                    step_votes_are_counted(judge, episode)
         return None

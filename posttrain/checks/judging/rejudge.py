@@ -25,6 +25,14 @@ GOLD = 8
 """How many tasks' right answers are judged again."""
 
 
+Text = Callable[[np.ndarray], str]
+"""Decodes token ids."""
+Verdicts = Sequence[Judged]
+"""What the sources said of one answer."""
+JudgedGold = tuple[Turns, Attempt, tuple[Judged, ...]]
+"""Turns of a right answer, the episode they make, and its verdicts."""
+
+
 @dataclass
 class RejudgedAnswers:
     """Answers that are judged again at every step: a right one that was judged at the start, and one of the step.
@@ -33,12 +41,8 @@ class RejudgedAnswers:
     must score 1 at the start and at every step.
     """
 
-    text: Callable[[np.ndarray], str] = lambda ids: ""
-    """Decodes token ids."""
-    _gold: list[tuple[Turns, Attempt, tuple[Judged, ...]]] = field(
-        default_factory=list[tuple[Turns, Attempt, tuple[Judged, ...]]]
-    )
-    """Turns of a right answer, the episode they make, and its verdicts."""
+    text: Text = lambda ids: ""
+    _gold: list[JudgedGold] = field(default_factory=list[JudgedGold])
     _steps_before: int = 0
     """Steps before this one."""
     _wavering_noted: bool = False
@@ -57,9 +61,8 @@ class RejudgedAnswers:
             InvariantError: the environment vouches for a right answer, and it does not score 1.
         """
         self._steps_before = steps_before
-        gold = env.abilities.gold
         self._vouched = env.name if env.abilities.vouched else None
-        for task, right in _known_answers(env, gold):
+        for task, right in _known_answers(env, env.abilities.gold):
             try:
                 played = await attempt(env, task, right)
             except IndexError:  # the environment asks for more turns than its right answer has
@@ -95,29 +98,26 @@ class RejudgedAnswers:
         groups = [[m for m in g.episodes if m.stop is not Stop.ERROR] for g in played]
         # Where all siblings have one reward, scores that went to the wrong ones look right.
         groups = [g for g in groups if all(map(_turns, g)) and len({m.reward for m in g}) > 1]
-        if not groups or not (
-            fault := await misplaced(
-                together, [_recorded_attempt(m, self.text) for m in groups[0]], at, self._steps_before
-            )
-        ):
+        if not groups:
             return []
         task = groups[0][0].task.id
+        attempts = [_recorded_attempt(m, self.text) for m in groups[0]]
+        fault = await misplaced(together, attempts, at, self._steps_before)
         if fault == "siblings":
             raise InvariantError(
                 f"a reward gives scores to the wrong siblings: answers to task {task!r} that are judged alone have the"
                 " scores that others of their group got. Return one score for each completion, in their order"
             )
         # Told once: a reward that reads the order does so at every step.
-        was_noted, self._order_noted = self._order_noted, True
-        note = (
+        if not fault or self._order_noted:
+            return []
+        self._order_noted = True
+        return [
             f"rule reward_reads_order: judged in another order, answers to task {task!r} have other scores. A reward"
             " that breaks ties by place tells equal siblings apart by chance"
-        )
-        return [] if was_noted else [note]
+        ]
 
-    async def _right_answer(
-        self, env: Environment, right: Turns, answer: Attempt, before: Sequence[Judged]
-    ) -> list[str]:
+    async def _right_answer(self, env: Environment, right: Turns, answer: Attempt, before: Verdicts) -> list[str]:
         """Judge one right answer again. Returns notes.
 
         If the environment vouches for it, it is also played again, since the environment that plays it may break.
@@ -137,7 +137,7 @@ class RejudgedAnswers:
             now = await env.judge(answer)
             if self._scores_not_one(now) and self._scores_not_one(now := await env.judge(answer)):
                 raise InvariantError(self._not_one_message(env, answer, now, "any more"))
-        return await self.verdicts_repeat(env, answer, before, "the right answer")
+        return await self._repeats(partial(env.judge, answer), answer, before, "the right answer")
 
     def _scores_not_one(self, judged: Sequence[Judged]) -> bool:
         """Returns whether the source that is vouched for gave a right answer another score than 1. An outage is no
@@ -165,27 +165,18 @@ class RejudgedAnswers:
         scored = [j for g in played for e in g.episodes for j in e.verdicts if j.verdict.score is not None]
         # A source with a negative weight is a penalty, and 0 says that there was nothing to subtract.
         sources = {j.source for j in scored if j.weight > 0}
-        return {
-            "canary/mute_sources": Gauge(
-                len(sources - paid - {j.source for j in scored if j.verdict.score}), len(sources)
-            )
-        }
-
-    async def verdicts_repeat(
-        self, env: Environment, answer: Attempt, before: Sequence[Judged], what: str
-    ) -> list[str]:
-        """Judge again and compare. A changed verdict that repeats is an error; one that varies is noted once."""
-        return await self._repeats(partial(env.judge, answer), answer, before, what)
+        mute = sources - paid - {j.source for j in scored if j.verdict.score}
+        return {"canary/mute_sources": Gauge(len(mute), len(sources))}
 
     async def _repeats(
-        self, ask: Callable[[], Awaitable[Sequence[Judged]]], answer: Attempt, before: Sequence[Judged], what: str
+        self, ask: Callable[[], Awaitable[Verdicts]], answer: Attempt, before: Verdicts, what: str
     ) -> list[str]:
-        """`verdicts_repeat` with the question as a function: `ask` judges `answer` again."""
+        """Judge again (`ask`) and compare. A changed verdict that repeats is an error; one that varies is noted
+        once."""
         now = await ask()
         if same_scores(before, now):
             return []
-        # Two new verdicts agree with each other and not with the record, so the source is not random: the record is
-        # wrong.
+        # Two new verdicts agree, and not with the record: the source is not random, and the record is wrong.
         if same_scores(now, await ask()):
             was, is_ = _shown(before), _shown(now)
             raise InvariantError(
@@ -203,7 +194,7 @@ class RejudgedAnswers:
         ]
 
 
-def _recorded_attempt(e: Episode, text: Callable[[np.ndarray], str]) -> Attempt:
+def _recorded_attempt(e: Episode, text: Text) -> Attempt:
     """The attempt of a recorded episode.
 
     `int` stands for the function that finds the token of a character. Only verdicts about parts of an answer read it,
@@ -212,9 +203,7 @@ def _recorded_attempt(e: Episode, text: Callable[[np.ndarray], str]) -> Attempt:
     return attempt_of(e.task, _turns(e), e.stop, e.segments, text, int, e.state)
 
 
-async def _asked_again(
-    env: Environment, e: Episode, group: Group, at: StepNumber, text: Callable[[np.ndarray], str]
-) -> Sequence[Judged]:
+async def _asked_again(env: Environment, e: Episode, group: Group, at: StepNumber, text: Text) -> Sequence[Judged]:
     """New verdicts about one episode.
 
     Sources that judge whole groups get its group again. They are left out where an attempt of the group cannot be read

@@ -21,7 +21,7 @@ from posttrain.environment.templates.renderer import Renderer
 from posttrain.record.checkpoint import kept_folder
 from posttrain.role.events import Event, LearnedEvent, Observer, ObserverReport, PlayedEvent
 from posttrain.role.judges.reward_judge import JudgeMember, RewardModelJudge
-from posttrain.role.learning.logprob_tolerance import READ
+from posttrain.role.learning.logprob_tolerance import READ, packed_text
 from posttrain.role.roles import ReinforceRoles
 from posttrain.role.weights.saved_weights import REWARD_HEAD, WEIGHTS
 from posttrain.system.errors import DataError, InvariantError
@@ -34,17 +34,13 @@ COARSE = 100.0
 """The noise of a judge's scores may be at most this many times the resolution that it declares."""
 
 
-def _packed(ids: np.ndarray, mask: np.ndarray) -> Packed:
-    """One sequence, of which the tokens under `mask` count as spoken."""
-    # No log-prob is read of it. The numbers are those that `Segment` demands of spoken and unspoken tokens.
-    logp = np.where(mask, 0.0, np.nan).astype(np.float32)
-    return Packed.of([Segment(ids, mask, logp, np.where(mask, 0, -1).astype(np.int32), READ)])
-
-
 def read_alone(episode: Episode) -> Packed:
     """The tokens of an episode as a reward model should read them: all of its last segment, and nothing else."""
     # Earlier segments are histories that were rewritten: what is scored is the conversation as it ended.
-    return _packed(episode.segments[-1].ids, episode.segments[-1].mask)
+    s = episode.segments[-1]
+    # No log-prob is read of it. The numbers are those that `Segment` demands of spoken and unspoken tokens.
+    logp = np.where(s.mask, 0.0, np.nan).astype(np.float32)
+    return Packed.of([Segment(s.ids, s.mask, logp, np.where(s.mask, 0, -1).astype(np.int32), READ)])
 
 
 def read_by(member: JudgeMember, episode: Episode) -> Packed | None:
@@ -60,8 +56,7 @@ def read_by(member: JudgeMember, episode: Episode) -> Packed | None:
             prompt, answer = _encoded_anew(cast("Renderer", member.renderer), episode)
         except DataError:
             return None
-        ids, mask = np.append(prompt, answer).astype(np.int32), np.arange(len(prompt) + len(answer)) >= len(prompt)
-        packed = _packed(ids, mask)
+        packed = packed_text(np.append(prompt, answer), len(prompt))
     # A text that was cut to the context would be another one, so there is no score.
     return packed if len(packed.ids_N) <= member.context else None
 
@@ -154,7 +149,7 @@ def reads_the_last_token(member: JudgeMember, probe: np.ndarray) -> None:
     changed = ids.copy()
     # Another token of the same text, so that the vocabulary surely has it.
     changed[-1] = next(int(x) for x in ids[:-1] if x not in (ids[-1], blank))
-    one, other = (float(member.scorer.rewards(_packed(x, np.arange(len(x)) >= 1))[0]) for x in (ids, changed))
+    one, other = (float(member.scorer.rewards(packed_text(x))[0]) for x in (ids, changed))
     if abs(one - other) <= 1e-6 * max(1.0, abs(one)):
         raise InvariantError(
             f"reward model {member.name}: its score does not depend on the last token of a sequence, at which its head"

@@ -101,8 +101,8 @@ class StepLabelCheck(Observer):
 
     def on_event(self, roles: LabelRoles, event: Event) -> ObserverReport | None:
         if isinstance(event, PlayedEvent):
-            what, played = "answers of this step", event.experience.played
-            enough_judged(what, played, roles.run, roles.stage, roles.book.folder, "figure")
+            played = event.experience.played
+            enough_judged("answers of this step", played, roles.run, roles.stage, roles.book.folder, "figure")
         if isinstance(event, LabelledEvent):
             self._answers = event.answers
             for answer in event.answers:
@@ -268,11 +268,7 @@ def step_lengths(text: str, separator: str) -> list[int]:
 
 
 def _outcome_holds(judge: StepJudge, e: Episode, scores: Sequence[float], dtype: str) -> float:
-    """The recorded score of the answer is the aggregate of its steps' `scores`. Returns the difference.
-
-    Raises:
-        InvariantError: it is another score.
-    """
+    """The recorded score of the answer is the aggregate of its steps' `scores`. Returns the difference."""
     want = {
         "min": float(np.min(scores)),
         # The product is a sum of logarithms. A score of 0 has none, so it is raised to the least number that has.
@@ -309,8 +305,7 @@ class StepJudgeCheck(Observer):
         match event:
             case PlayedEvent(e) if _judges(roles):
                 group = e.played[e.index % len(e.played)]
-                judged = [x for x in group.episodes if x.figure is not None]
-                if judged:
+                if judged := [x for x in group.episodes if x.figure is not None]:
                     chosen = judged[e.index % len(judged)]
                     noise = [step_verdicts_hold(j, chosen, roles.run.model.dtype) for j in _judges(roles)]
                     return ObserverReport({"canary/reward_noise": Gauge(max(noise), 1)})
@@ -321,8 +316,6 @@ class StepJudgeCheck(Observer):
                         "the weights of a process reward model have changed since the stage began. It must stay as it"
                         " was trained: look for tensors that it shares with the policy"
                     )
-            case _:
-                pass
         return None
 
 

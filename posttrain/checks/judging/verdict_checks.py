@@ -1,6 +1,4 @@
-"""Checks that verdicts can be learned from: failed ones give no reward, few answers are unjudged, and verdicts
-repeat.
-"""
+"""Checks that verdicts can be learned from: failed ones give no reward, few are unjudged, and verdicts repeat."""
 
 from __future__ import annotations
 
@@ -78,16 +76,14 @@ class VerifierCheck(Observer):
         await self._rejudged.begin(roles.rollout.environment, self._history.taken)
 
     def on_event(self, roles: JudgedRoles, event: Event) -> ObserverReport | None:
-        match event:
-            case PlayedEvent(e):
-                failures_stay_out(e.played)
-                what = "samples of this step"
-                enough_judged(what, e.played, roles.run, roles.stage, roles.book.folder, "reward")
-                # Kept for `after`: judging again calls the environment, and only that hook can wait for it.
-                self._experience = e
-                return ObserverReport(notes=self._unjudged(e))
-            case _:
-                return None
+        if not isinstance(event, PlayedEvent):
+            return None
+        e = event.experience
+        failures_stay_out(e.played)
+        enough_judged("samples of this step", e.played, roles.run, roles.stage, roles.book.folder, "reward")
+        # Kept for `after`: judging again calls the environment, and only that hook can wait for it.
+        self._experience = e
+        return ObserverReport(notes=self._unjudged(e))
 
     async def after(self, roles: JudgedRoles, step: Step) -> ObserverReport | None:
         """Judge some answers again, and count the sources that gave only 0."""

@@ -17,15 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.checks.learning.worth_by_definition import (
-    advantages_to_go,
-    implicit_worth,
-    turn_rewards,
-    value_targets,
-    verdict_terms,
-)
 from posttrain.core.scored import Scored, ScoredGroup
-from posttrain.core.streams import REFERENCE, START, VALUE
+from posttrain.core.streams import IMPLICIT, REFERENCE, START, VALUE, Stream
 from posttrain.core.types import Episode, Stop
 from posttrain.ladder.algorithm import Algorithm
 from posttrain.role.trainer import key
@@ -74,12 +67,8 @@ WHITENED = (None, "token", "sample")
 
 def kind(piece: object) -> str:
     """The name of a piece's type, with its module where it is a user's own."""
-    piece_type = type(piece)
-    return (
-        piece_type.__name__
-        if piece_type.__module__.startswith("posttrain.")
-        else f"{piece_type.__module__}.{piece_type.__name__}"
-    )
+    module, name = type(piece).__module__, type(piece).__name__
+    return name if module.startswith("posttrain.") else f"{module}.{name}"
 
 
 def uncovered_credit(a: Algorithm) -> list[str]:
@@ -135,58 +124,124 @@ class ExpectedCredit:
         return key(self.scored.episode)
 
 
+@dataclass(frozen=True, eq=False)
+class CreditTerms:
+    """What the credit of one judged episode is computed from."""
+
+    scored: Scored
+    group: int
+    """The number of its group in the step."""
+    shaped: float
+    """The reward after shaping."""
+    penalties: np.ndarray
+    """The KL penalty of each spoken token, which is subtracted from the reward."""
+    reward: float
+    """What siblings are compared by: `shaped` less the penalties."""
+    size: float
+    """The sum of the absolute terms of `reward`, which its rounding is relative to."""
+    resolution: float
+    """The coarsest resolution of the sources of the reward, relative to its terms."""
+    why: str
+    """Why the episode has no gradient; '' if it has one."""
+
+    @property
+    def spoken(self) -> int:
+        return self.scored.episode.spoken
+
+    def stream(self, stream: Stream) -> np.ndarray:
+        """float64: a stream of the spoken tokens."""
+        return np.concatenate(self.scored[stream]).astype(np.float64)
+
+
 def expected_credit(
     a: Algorithm, groups: Sequence[ScoredGroup], *, max_tokens: int, ema: float
 ) -> list[ExpectedCredit] | None:
-    """The credit of every judged episode of a step; None if the algorithm has a piece that is not covered."""
-    if uncovered_credit(a):
-        return None
-    kl_reward = getattr(a.pull, "placement", "") in ("reward", "both")
-    # Groups are kept apart only by this number from here on.
-    samples = [(p, s) for p, g in enumerate(groups) for s in g.episodes]
-    shaped = [_shaped(a, s.episode, max_tokens) for _, s in samples]
-    # For each sample, the KL penalty of each spoken token; it is subtracted from the reward.
-    penalties: list[np.ndarray] = []
-    for _, s in samples:
-        cost = _kl_penalty(a, s) if kl_reward else np.zeros(s.episode.spoken)
-        if cost is None:
+    """The credit of every judged episode of a step; None if the algorithm has a piece that is not covered, or a stream
+    that it reads is missing."""
+    name = kind(a.baseline)
+    pays_kl = getattr(a.pull, "placement", "") in ("reward", "both")
+    needed: tuple[Stream, ...] = {"Value": (VALUE,), "ImplicitOthers": (IMPLICIT, REFERENCE)}.get(name, ())
+    if pays_kl:
+        needed += (REFERENCE, START) if a.anchor == "start" else (REFERENCE,)
+        if getattr(a.pull, "estimator", "") not in ("k1", "k2", "k3"):
             return None
-        penalties.append(cost)
-    # `reward` is what siblings are compared by. `terms` is the sum of absolute values that its rounding is relative to.
-    reward = [r - math.fsum(c) for (r, *_), c in zip(shaped, penalties, strict=True)]
-    terms = [size + math.fsum(abs(x) for x in c) for (_, size, _), c in zip(shaped, penalties, strict=True)]
-    resolutions = [_resolution(s.episode) for _, s in samples]
-    token_credit = _centred(a, samples, [r for r, *_ in shaped], reward, penalties, ema, groups)
-    if token_credit is None:
+    # One sibling without scores leaves the level of the others unknown.
+    lacks = any(stream not in s for g in groups for s in g.episodes for stream in needed)
+    if uncovered_credit(a) or lacks:
         return None
-    members = [[i for i, (p, _) in enumerate(samples) if p == group] for group in range(len(groups))]
-    token_credit = _divided(a, members, token_credit, reward, terms, resolutions)
+    samples = [_terms(a, s, p, max_tokens, pays_kl) for p, g in enumerate(groups) for s in g.episodes]
+    members = [[x for x in samples if x.group == p] for p in range(len(groups))]
+    centred = _centred(a, samples, members, ema, groups)
+    # A value target is the estimate plus the GAE advantage.
+    targets = [x.stream(VALUE) + c if name == "Value" else None for x, c in zip(samples, centred, strict=True)]
+    scales = _scales(a, samples, members)
+    # Times 0.0 and not 0.0: credit keeps one number for each spoken token.
+    scaled = [c / scales[x.group] if scales[x.group] > 0 else c * 0.0 for x, c in zip(samples, centred, strict=True)]
     if a.whiten is not None:
-        compares = kind(a.baseline) in COMPARES
         # `doubt`: the spread of the credit that rounding alone may make. Where siblings are compared it is 0, because
         # siblings that agree have a credit of exactly 0 by then.
-        doubt = [
-            0.0 if compares else f * _rounding_size(a, s, x, t)
-            for (_, s), x, t, f in zip(samples, token_credit, terms, resolutions, strict=True)
-        ]
-        token_credit = _white(a.whiten, token_credit, max(doubt, default=0.0))
-    values = kind(a.baseline) == "Value"
-    targets = [
-        value_targets(a.baseline, s, r, c) if values else None
-        for (_, s), (r, *_), c in zip(samples, shaped, penalties, strict=True)
-    ]
-    greedy = [g.group.greedy for g in groups]
-    # A prompt whose greedy answer has no reward has no baseline, and is not learned from. The same holds for an answer
-    # that could not be scored behind its hint.
-    no_baseline = [
-        kind(a.baseline) == "Greedy" and (greedy_episode is None or greedy_episode.reward is None)
-        for greedy_episode in greedy
-    ]
-    return [
+        compares = name in COMPARES
+        doubt = [0.0 if compares else _rounding(a, x, c) for x, c in zip(samples, scaled, strict=True)]
+        scaled = _white(a.whiten, scaled, max(doubt, default=0.0))
+    out: list[ExpectedCredit] = []
+    for x, credit, target in zip(samples, scaled, targets, strict=True):
+        # A prompt whose greedy answer has no reward has no baseline, and is not learned from. The same holds for an
+        # answer that could not be scored behind its hint.
+        group = groups[x.group].group
+        no_baseline = name == "Greedy" and (group.greedy is None or group.greedy.reward is None)
+        dropped = bool(x.why or x.scored.unhinted) or no_baseline
         # The discount of groups that are learned from again comes last, so that it changes no baseline and no scale.
-        ExpectedCredit(s, p, x * groups[p].group.discount, bool(why or s.unhinted) or no_baseline[p], t)
-        for (p, s), x, (*_, why), t in zip(samples, token_credit, shaped, targets, strict=True)
-    ]
+        out.append(ExpectedCredit(x.scored, x.group, credit * group.discount, dropped, target))
+    return out
+
+
+def _terms(a: Algorithm, s: Scored, group: int, max_tokens: int, pays_kl: bool) -> CreditTerms:
+    """The reward of an episode after shaping and after the KL penalty."""
+    e = s.episode
+    r, size = math.fsum(verdict_terms(e)), math.fsum(map(abs, verdict_terms(e)))
+    why = "" if e.spoken else "said nothing"
+    for piece in pieces(a.shape):
+        if kind(piece) == "Signed":
+            # 2 r - 1; the size of its terms grows as well.
+            r, size = r + r - 1, size + size + 1
+        elif kind(piece) == "Overlong":
+            # No penalty up to the last `cache` share of the token limit, then linear to -1 at the limit.
+            over = e.spoken - max_tokens * (1 - piece.cache)
+            penalty = min(max(over / (piece.cache * max_tokens), 0.0), 1.0)
+            r, size = r - penalty, size + penalty
+        elif kind(piece) == "DropTruncated" and e.stop in (Stop.LENGTH, Stop.TOKENS, Stop.CONTEXT, Stop.TIME):
+            why = "truncated"
+    cost = _kl_penalty(a, s) if pays_kl else np.zeros(e.spoken)
+    reward, size = r - math.fsum(cost), size + math.fsum(abs(x) for x in cost)
+    return CreditTerms(s, group, r, cost, reward, size, _resolution(e), why)
+
+
+def _kl_penalty(a: Algorithm, s: Scored) -> np.ndarray:
+    """The KL penalty in the reward of each spoken token."""
+    # The log-probs of the anchor: the learner's at the start of the step, or those of the sampler.
+    anchor = s[START] if a.anchor == "start" else tuple(x.logp[x.mask] for x in s.episode.segments)
+    gap = np.concatenate(anchor).astype(np.float64) - np.concatenate(s[REFERENCE])
+    pull: Any = a.pull
+    # With gap = log pi - log reference: k1 = gap, k2 = gap^2 / 2, k3 = e^-gap - 1 + gap.
+    return pull.coef * {"k1": gap, "k2": gap * gap / 2, "k3": np.exp(-gap) - 1 + gap}[pull.estimator]
+
+
+def verdict_terms(e: Episode) -> list[float]:
+    """The terms of an episode's raw reward: weight times score of each verdict that counts."""
+    # A score of a step that is not paid is no part of the outcome.
+    return [j.weight * j.verdict.score for j in e.verdicts if j.counts and j.verdict.score is not None]
+
+
+def turn_rewards(e: Episode) -> np.ndarray:
+    """Returns the rewards that the environment paid for turns, at the last spoken token of each."""
+    # `end` counts spoken tokens from 1.
+    rewards = [(j.end or 0, j.weight * (j.verdict.score or 0.0)) for j in e.verdicts if j.paid]
+    return np.array([math.fsum(score for end, score in rewards if end == t) for t in range(1, e.spoken + 1)])
+
+
+def _resolution(e: Episode) -> float:
+    """The coarsest resolution of the sources that gave the episode's outcome."""
+    return max((j.resolution for j in e.verdicts if j.counts and j.verdict.score is not None), default=0.0)
 
 
 def alike(values: Sequence[float], terms: Sequence[float], resolution: float) -> bool:
@@ -207,47 +262,29 @@ def same_outcome(episodes: Sequence[Episode]) -> bool:
     )
 
 
-def _resolution(e: Episode) -> float:
-    """The coarsest resolution of the sources that gave the episode's outcome."""
-    return max((j.resolution for j in e.verdicts if j.counts and j.verdict.score is not None), default=0.0)
-
-
-def _rounding_size(a: Algorithm, s: Scored, credit: np.ndarray, terms: float) -> float:
-    """Returns the size that the rounding of an episode's credit is relative to, if siblings are not compared.
-
-    It is the sum of the terms of the reward, the largest credit, and twice the largest value.
-    """
+def _rounding(a: Algorithm, x: CreditTerms, credit: np.ndarray) -> float:
+    """The rounding of an episode's credit, if siblings are not compared. It is relative to the sum of the terms of the
+    reward, the largest credit, and twice the largest value."""
     # Under a value baseline credit is a difference of estimates, and its rounding is relative to them.
-    values = [abs(float(v)) for part in s.find(VALUE) or () for v in part] if kind(a.baseline) == "Value" else []
-    return terms + max(map(abs, credit.tolist()), default=0.0) + 2 * max(values, default=0.0)
+    values = [abs(float(v)) for part in x.scored.find(VALUE) or () for v in part] if kind(a.baseline) == "Value" else []
+    return x.resolution * (x.size + max(map(abs, credit.tolist()), default=0.0) + 2 * max(values, default=0.0))
 
 
-def _divided(
-    a: Algorithm,
-    members: Sequence[Sequence[int]],
-    token_credit: Sequence[np.ndarray],
-    reward: Sequence[float],
-    terms: Sequence[float],
-    resolutions: Sequence[float],
-) -> list[np.ndarray]:
-    """Credit divided by its scale. It is 0 if siblings are compared and agree, and if the scale is 0.
+def _scales(a: Algorithm, samples: Sequence[CreditTerms], members: Sequence[Sequence[CreditTerms]]) -> list[float]:
+    """What the credit of each group is divided by; 0: the group has no credit, as where siblings are compared and
+    agree."""
 
-    Args:
-        members: for each group, the places of its episodes in the lists that follow.
-        token_credit: credit of each episode's spoken tokens.
-        terms: for each reward, the sum of its absolute terms.
-        resolutions: the resolution of each reward, relative to its terms.
-    """
-    out = list(token_credit)
+    def columns(of: Sequence[CreditTerms]) -> tuple[list[float], list[float], float]:
+        """The rewards, the sizes of their terms, and the coarsest resolution."""
+        return [x.reward for x in of], [x.size for x in of], max((x.resolution for x in of), default=0.0)
+
     # Over all groups of the step at once, for scale=batch_std.
-    batch_std = _std(reward, terms, max(resolutions, default=0.0))
-    groups = [
-        ([reward[i] for i in places], [terms[i] for i in places], max((resolutions[i] for i in places), default=0.0))
-        for places in members
-    ]
+    batch_std = _std(*columns(samples))
+    groups = [columns(of) for of in members]
     # Groups that differ at all, for scale=mixed_share.
     mixed = sum(len(r) for r, t, f in groups if not alike(r, t, f))
-    for places, (r, t, f) in zip(members, groups, strict=True):
+    out: list[float] = []
+    for r, t, f in groups:
         # Only where siblings are compared does their agreement mean that there is nothing to learn.
         agree = kind(a.baseline) in COMPARES and alike(r, t, f)
         average = math.fsum(r) / len(r) if r else 0.0
@@ -257,144 +294,82 @@ def _divided(
             "group_std": _std(r, t, f),
             # A mean that is rounding alone would blow the credit up, so it counts as 0.
             "group_mean": average if r and average > f * max(t) else 0.0,
-            "mixed_share": mixed / max(1, len(reward)),
+            "mixed_share": mixed / max(1, len(samples)),
         }
-        # Times 0.0 and not 0.0: credit keeps one number for each spoken token.
-        for i in places:
-            out[i] = out[i] * 0.0 if agree or not scales[a.scale] > 0 else out[i] / scales[a.scale]
+        out.append(0.0 if agree else scales[a.scale])
     return out
-
-
-def _shaped(a: Algorithm, e: Episode, max_tokens: int) -> tuple[float, float, str]:
-    """Reward after shaping; the sum of its absolute terms; and why the episode has no gradient ('' if it has one)."""
-    r, size = math.fsum(verdict_terms(e)), math.fsum(map(abs, verdict_terms(e)))
-    why = "" if e.spoken else "said nothing"
-    for piece in pieces(a.shape):
-        if kind(piece) == "Signed":
-            # 2 r - 1; the size of its terms grows as well.
-            r, size = r + r - 1, size + size + 1
-        elif kind(piece) == "Overlong":
-            # No penalty up to the last `cache` share of the token limit, then linear to -1 at the limit.
-            over = e.spoken - max_tokens * (1 - piece.cache)
-            penalty = min(max(over / (piece.cache * max_tokens), 0.0), 1.0)
-            r, size = r - penalty, size + penalty
-        elif kind(piece) == "DropTruncated" and e.stop in (Stop.LENGTH, Stop.TOKENS, Stop.CONTEXT, Stop.TIME):
-            why = "truncated"
-    return r, size, why
-
-
-def _kl_penalty(a: Algorithm, s: Scored) -> np.ndarray | None:
-    """The KL penalty in the reward of each spoken token; None if a stream it needs is missing."""
-    # The log-probs of the anchor: the learner's at the start of the step, or those of the sampler.
-    anchor = s.find(START) if a.anchor == "start" else tuple(x.logp[x.mask] for x in s.episode.segments)
-    if anchor is None or REFERENCE not in s:
-        return None
-    gap = np.concatenate(anchor).astype(np.float64) - np.concatenate(s[REFERENCE])
-    pull: Any = a.pull
-    # With gap = log pi - log reference: k1 = gap, k2 = gap^2 / 2, k3 = e^-gap - 1 + gap.
-    estimate = {"k1": gap, "k2": gap * gap / 2, "k3": np.exp(-gap) - 1 + gap}.get(pull.estimator)
-    return None if estimate is None else pull.coef * estimate
 
 
 def _centred(
     a: Algorithm,
-    samples: Sequence[tuple[int, Scored]],
-    shaped: Sequence[float],
-    reward: Sequence[float],
-    penalties: Sequence[Any],
+    samples: Sequence[CreditTerms],
+    members: Sequence[Sequence[CreditTerms]],
     ema: float,
     groups: Sequence[ScoredGroup],
-) -> list[np.ndarray] | None:
-    """The reward minus its baseline and before any scale, for each episode's spoken tokens; None: not covered.
-
-    Args:
-        samples: (number of the group, episode).
-        shaped: the rewards after shaping.
-        reward: the same, less the KL penalty.
-        penalties: the KL penalty of each spoken token.
-    """
-    name = kind(a.baseline)
-    if name == "Value":
-        return _by_values(a.baseline, samples, shaped, penalties)
-    if name in ("ToGo", "Greedy"):
-        return _to_go(name, samples, shaped, penalties, groups)
-    # members[p]: the places of group p's episodes in `samples`.
-    members: dict[int, list[int]] = {}
-    for i, (p, _) in enumerate(samples):
-        members.setdefault(p, []).append(i)
-    if name == "ImplicitOthers":
-        return _implicit(a.baseline, samples, reward, members)
-    out: list[np.ndarray] = []
-    for i, (p, s) in enumerate(samples):
-        if name in ("Ema", "Zero"):
-            credit = reward[i] - (ema if name == "Ema" else 0.0)
-        else:
-            mates = members[p]
-            lengths = [samples[j][1].episode.spoken for j in mates]
-            credit = _compared(a.baseline, mates.index(i), [reward[j] for j in mates], lengths)
-        # The average moves after each episode, so the next one is compared with it. A replayed group moved it already.
-        if name == "Ema" and not groups[p].group.again:
-            ema += (1 - a.baseline.decay) * credit  # type: ignore[union-attr]
-        out.append(np.full(s.episode.spoken, credit))
-    return out
-
-
-def _by_values(
-    value: Any, samples: Sequence[tuple[int, Scored]], shaped: Sequence[float], penalties: Sequence[Any]
-) -> list[np.ndarray] | None:
-    """`_centred` under a value baseline; None where an episode has no values."""
-    out: list[np.ndarray] = []
-    for (_, s), reward, cost in zip(samples, shaped, penalties, strict=True):
-        if VALUE not in s:
-            return None
-        turns = turn_rewards(s.episode)
-        values = np.concatenate(s[VALUE]).astype(np.float64)
-        # Turns are paid at their ends, and what is left of the reward at the last token.
-        out.append(advantages_to_go(value, values, reward - turns.sum(), cost - turns))
-    return out
-
-
-def _to_go(
-    name: str,
-    samples: Sequence[tuple[int, Scored]],
-    shaped: Sequence[float],
-    penalties: Sequence[Any],
-    groups: Sequence[ScoredGroup],
 ) -> list[np.ndarray]:
+    """The reward minus its baseline and before any scale, for each episode's spoken tokens. `members`: the samples of
+    each group."""
+    name, baseline = kind(a.baseline), a.baseline
+    out: list[np.ndarray] = []
+    for x in samples:
+        if name == "Value":
+            out.append(_advantages_to_go(baseline, x))
+        elif name in ("ToGo", "Greedy"):
+            out.append(_to_go(name, x, groups[x.group].group.greedy))
+        elif name == "ImplicitOthers":
+            lead = [x.reward - m.reward for m in members[x.group] if m is not x]
+            # The leave-one-out part is one number for the answer, the implicit part one for each token.
+            out.append(math.fsum(lead) / max(1, len(lead)) + _implicit_worth(baseline, x, members[x.group]))
+        elif name in ("Ema", "Zero"):
+            credit = x.reward - (ema if name == "Ema" else 0.0)
+            # The average moves after each episode, for the next one. A replayed group moved it already.
+            if name == "Ema" and not groups[x.group].group.again:
+                ema += (1 - baseline.decay) * credit  # type: ignore[union-attr]
+            out.append(np.full(x.spoken, credit))
+        else:
+            out.append(np.full(x.spoken, _compared(baseline, x, members[x.group])))
+    return out
+
+
+def _advantages_to_go(value: Any, x: CreditTerms) -> np.ndarray:
+    """GAE as an explicit sum over spoken tokens: A_t = sum_k (gamma lambda)^k delta_{t+k}."""
+    v, turns = x.stream(VALUE), turn_rewards(x.scored.episode)
+    if not len(v):
+        return v
+    # A penalty is paid with a minus, and turns at their ends. The rest of the reward comes with the last token.
+    earned = np.negative(x.penalties - turns)
+    earned[-1] += x.shaped - turns.sum()
+    # delta_t = r_t + gamma V_{t+1} - V_t, where V is 0 behind the last token.
+    delta = earned + value.gamma * np.append(v[1:], 0.0) - v
+    fade = (value.gamma * value.gae_lambda) ** np.arange(len(v))
+    # The sum over k >= 0 looks forward, so the deltas are turned round before the convolution, and the sums after it.
+    return np.convolve(delta[::-1], fade)[: len(v)][::-1]
+
+
+def _to_go(name: str, x: CreditTerms, greedy: Episode | None) -> np.ndarray:
     """`_centred` under "ToGo" and "Greedy". In both, a token answers only for the penalties from itself on."""
-    out: list[np.ndarray] = []
-    for (p, s), reward, cost in zip(samples, shaped, penalties, strict=True):
-        greedy_episode = groups[p].group.greedy if name == "Greedy" else None
-        baseline = 0.0 if greedy_episode is None else math.fsum(verdict_terms(greedy_episode))
-        earned = turn_rewards(s.episode) if name == "ToGo" else np.zeros(s.episode.spoken)
-        costs_to_go = np.cumsum(cost[::-1])[::-1]
-        # From each token on: the reward, less what turns before it earned, and less the penalties of this and later
-        # tokens.
-        out.append(reward - baseline - costs_to_go - (np.cumsum(earned) - earned))
-    return out
+    baseline = 0.0 if greedy is None or name == "ToGo" else math.fsum(verdict_terms(greedy))
+    earned = turn_rewards(x.scored.episode) if name == "ToGo" else np.zeros(x.spoken)
+    costs_to_go = np.cumsum(x.penalties[::-1])[::-1]
+    # From each token on: the reward, less what turns before it earned, and less the penalties of this and later tokens.
+    return x.shaped - baseline - costs_to_go - (np.cumsum(earned) - earned)
 
 
-def _implicit(
-    baseline: Any,
-    samples: Sequence[tuple[int, Scored]],
-    reward: Sequence[float],
-    members: dict[int, list[int]],
-) -> list[np.ndarray] | None:
-    """`_centred` under "ImplicitOthers"; None where a stream that it reads is missing."""
-    out: list[np.ndarray] = []
-    for i, (p, _) in enumerate(samples):
-        worth = implicit_worth(baseline, i, members[p], samples)
-        if worth is None:
-            return None
-        lead = [reward[i] - reward[j] for j in members[p] if j != i]
-        # The leave-one-out part is one number for the answer, the implicit part one for each token.
-        out.append(math.fsum(lead) / max(1, len(lead)) + worth)
-    return out
+def _implicit_worth(baseline: Any, x: CreditTerms, mates: Sequence[CreditTerms]) -> np.ndarray:
+    """The sum of implicit process rewards from each token to the end of an answer, each less the siblings' level. An
+    implicit reward is beta times the log-ratio of a token."""
+    ratios = {id(m): m.stream(IMPLICIT) - np.concatenate(m.scored[REFERENCE]) for m in mates}
+    others = [float(ratios[id(m)].mean()) if len(ratios[id(m)]) else 0.0 for m in mates if m is not x]
+    # The level is a mean over the other answers of their means over tokens: a long one counts no more.
+    level = math.fsum(others) / len(others) if others else 0.0
+    lead = ratios[id(x)] - level
+    # The sum from each token to the end: turned round, summed by a convolution with ones, and turned back.
+    return baseline.beta * np.convolve(lead[::-1], np.ones(len(lead)))[: len(lead)][::-1] if len(lead) else lead
 
 
-def _compared(baseline: Any, i: int, rewards: Sequence[float], lengths: Sequence[int]) -> float:
-    """Reward `i` of siblings minus its baseline, from the differences to the others. `lengths` are in tokens."""
-    lead = [rewards[i] - r for j, r in enumerate(rewards) if j != i]
+def _compared(baseline: Any, x: CreditTerms, mates: Sequence[CreditTerms]) -> float:
+    """The reward of one of several siblings minus its baseline, from the differences to the others."""
+    lead = [x.reward - m.reward for m in mates if m is not x]
     match kind(baseline):
         case "GroupMean":
             # r_i - mean(r) = sum_j (r_i - r_j) / n: equal rewards give an exact 0.
@@ -403,16 +378,16 @@ def _compared(baseline: Any, i: int, rewards: Sequence[float], lengths: Sequence
             return math.fsum(lead) / len(lead) if lead else 0.0
         case "LengthMean":
             # The mean is weighted by length: sum_j n_j (r_i - r_j) / sum_j n_j.
-            weighted_lead = [n * (rewards[i] - r) for n, r in zip(lengths, rewards, strict=True)]
-            return math.fsum(weighted_lead) / max(1, sum(lengths))
+            weighted_lead = [m.spoken * (x.reward - m.reward) for m in mates]
+            return math.fsum(weighted_lead) / max(1, sum(m.spoken for m in mates))
         case "SoftMean":
             # r_i - tau log mean_j exp(r_j / tau), from differences, so that no large reward overflows.
-            total = np.logaddexp.reduce([-x / baseline.tau for x in [0.0, *lead]])
-            return baseline.tau * (math.log(len(rewards)) - float(total))
+            total = np.logaddexp.reduce([-d / baseline.tau for d in [0.0, *lead]])
+            return baseline.tau * (math.log(len(mates)) - float(total))
         case _:  # SecondBest
-            # Only the best sibling has credit: its lead over the second.
-            first = max(range(len(rewards)), key=lambda j: (rewards[j], j))
-            return min(lead) if i == first and lead else 0.0
+            # Only the best sibling has credit: its lead over the second. Of equal ones it is the last.
+            best = max(enumerate(mates), key=lambda row: (row[1].reward, row[0]))[1]
+            return min(lead) if x is best and lead else 0.0
 
 
 def _std(x: Sequence[float], terms: Sequence[float], resolution: float) -> float:

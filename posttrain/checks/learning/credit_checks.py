@@ -1,7 +1,4 @@
-"""Checks that no episode is lost, and that credit and weights equal those that are computed a second way.
-
-`checks.learning.credit_by_definition` is the second computation.
-"""
+"""Checks that no episode is lost, and that credit and weights are those of `checks.learning.credit_by_definition`."""
 
 from __future__ import annotations
 
@@ -60,24 +57,15 @@ class StepCreditAudit:
             self._by_key.setdefault(entry.key, []).append(entry)
         # Relative to the largest credit of the step. Credit far below it may be the rounding of a difference that is 0.
         faint = FAINT * max((float(np.abs(entry.credit).max(initial=0.0)) for entry in expected_credit), default=0.0)
-        self._with_credit = [
-            entry for entry in expected_credit if not entry.dropped and bool(np.any(np.abs(entry.credit) > faint))
-        ]
+        kept = [entry for entry in expected_credit if not entry.dropped]
+        self._with_credit = [entry for entry in kept if bool(np.any(np.abs(entry.credit) > faint))]
         # The groups with an episode that is not dropped, in order, as packing takes them.
-        alive = [
-            p
-            for p in dict.fromkeys(entry.group for entry in expected_credit)
-            if any(not entry.dropped for entry in expected_credit if entry.group == p)
-        ]
-        # The minibatches as packing cuts them in the first epoch: runs of whole groups. Later epochs have other orders,
-        # which are not computed here.
+        alive = list(dict.fromkeys(entry.group for entry in kept))
+        # The minibatches as packing cuts them in the first epoch; the orders of later ones are not computed.
         parts = [set(x.tolist()) for x in np.array_split(np.array(alive, int), min(minibatches, max(1, len(alive))))]
-        # A minibatch in which no token has credit is left out, unless the algorithm learns from tokens with credit 0
-        # too (`reads_silent_tokens`).
-        learned_from = expected_credit if a.reads_silent_tokens else self._with_credit
-        self._minibatch_groups = [
-            p for p in parts if any(entry.group in p and not entry.dropped for entry in learned_from)
-        ]
+        # Without credit a minibatch is left out, unless silent tokens are learned from (`reads_silent_tokens`).
+        learned_from = {entry.group for entry in (kept if a.reads_silent_tokens else self._with_credit)}
+        self._minibatch_groups = [p for p in parts if p & learned_from]
         """The groups of each minibatch of the first epoch that has a gradient, in order."""
         if a.whiten is not None and len(self._minibatch_groups) < len(parts):
             # Whitening gives 0 or a rounded 0, so it is unknown which minibatches are left out.
@@ -90,9 +78,8 @@ class StepCreditAudit:
         """The minibatch holds the expected streams, credit and weights of its episodes."""
         matched: list[ExpectedCredit] = []
         # The spoken tokens of an episode stand side by side, so each episode is one slice.
-        self._rows = [
-            slice(*span) for span in pairwise(np.searchsorted(batch.sequence_M, np.arange(batch.episodes + 1)).tolist())
-        ]
+        ends = np.searchsorted(batch.sequence_M, np.arange(batch.episodes + 1)).tolist()
+        self._rows = [slice(*span) for span in pairwise(ends)]
         for e, rows in enumerate(self._rows):
             # The same bytes as `ExpectedCredit.key`: the episode is found by what it said and with which log-probs.
             key = batch.target_M[rows].tobytes() + batch[MU][rows].tobytes()
@@ -169,13 +156,12 @@ class StepCreditAudit:
             got = batch[WEIGHT][rows]
             # Equal answers are each other's twins: the weight is wrong only if it fits none of them.
             twins = [entry for entry in self._by_key[expected.key] if id(entry) in weight]
-            if twins and all(
-                np.any(np.abs(got - weight[id(entry)]) > CREDIT_BOUND * weight[id(entry)]) for entry in twins
-            ):
+            wanted = [weight[id(entry)] for entry in twins]
+            if twins and all(np.any(np.abs(got - w) > CREDIT_BOUND * w) for w in wanted):
                 raise InvariantError(
                     f"weights are wrong: a token of task {twins[0].scored.episode.task.id!r} weighs {got[0]:.6g}, and"
                     f" aggregate={self._algorithm.aggregate} over the {len(members)} episodes of its minibatch gives"
-                    f" {weight[id(twins[0])]:.6g}. Normalise once, over the whole minibatch, episodes without credit"
+                    f" {wanted[0]:.6g}. Normalise once, over the whole minibatch, episodes without credit"
                     " included"
                 )
 
@@ -208,21 +194,20 @@ class CreditCheck(Observer):
             case ScoredEvent(e, groups):
                 everyone_is_scored(e.groups, groups)
                 # At due steps only: it is slow, by definition.
-                self._audit = self._begin_audit(roles, groups) if due(e.index) else None
+                self._audit = _audit(roles, groups) if due(e.index) else None
             case PackedEvent(batch=batch) if self._audit is not None:
                 self._audit.check(batch)
-            case _:
-                pass
         return None
-
-    def _begin_audit(self, roles: ReinforceRoles, groups: Sequence[ScoredGroup]) -> StepCreditAudit | None:
-        """The audit of a step; None if the algorithm has a piece that is not covered."""
-        a, max_tokens = roles.stage.algorithm, roles.sampling.max_tokens
-        expected = expected_credit(a, groups, max_tokens=max_tokens, ema=roles.adaptive.ema)
-        return None if expected is None else StepCreditAudit(a, expected, roles.stage.minibatches, max_tokens)
 
     async def after(self, roles: ReinforceRoles, step: Step) -> ObserverReport | None:
         if self._audit is not None:
             self._audit.complete()
         # It holds the arrays of the whole step.
         self._audit = None
+
+
+def _audit(roles: ReinforceRoles, groups: Sequence[ScoredGroup]) -> StepCreditAudit | None:
+    """The audit of a step; None if the algorithm has a piece that is not covered."""
+    a, max_tokens = roles.stage.algorithm, roles.sampling.max_tokens
+    expected = expected_credit(a, groups, max_tokens=max_tokens, ema=roles.adaptive.ema)
+    return None if expected is None else StepCreditAudit(a, expected, roles.stage.minibatches, max_tokens)

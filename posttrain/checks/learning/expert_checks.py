@@ -6,13 +6,14 @@ the sampler's hidden states but for rounding. So where it would have chosen othe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from posttrain.checks.learning.gradient_and_update_checks import SMALLEST, gradient_norm
+from posttrain.checks.learning.gradient_and_update_checks import gradient_norm, may_be_rounded_away
 from posttrain.checks.sampling.sampler_checks import sampler_agrees
 from posttrain.checks.stage_history import due
 from posttrain.core.batch import Batch, Packed
@@ -198,9 +199,8 @@ def experts_learn(
     heard: np.ndarray,
     certain: Callable[[], np.ndarray] | None = None,
 ) -> list[FollowedExpert]:
-    """Routers and experts have a gradient if they computed tokens that the loss learns from.
-
-    Returns the elements that must move in the optimizer step.
+    """Routers and experts have a gradient if they computed tokens that the loss learns from. Returns the elements that
+    must move in the optimizer step. Where ranks hold whole experts, each calls it at once and follows its own.
 
     Args:
         trained: what the optimizer updates, by parameter. Frozen ones are not in it.
@@ -209,8 +209,6 @@ def experts_learn(
         heard: bool [M]: the tokens that the loss learns from (`learned_from`).
         certain: how often the learner has chosen each expert without doubt, where its passes did not follow the choices
             of the batch: `certain_load`. It is asked where an expert seems not to learn.
-
-    Where ranks hold whole experts, each calls it at once and follows its own.
     """
     assert batch.routed_N is not None
     # An expert that is never chosen has no gradient, and rightly so. Hence the tokens of each are counted first.
@@ -225,7 +223,7 @@ def experts_learn(
             continue
         # An exchange of all ranks, so it comes before anything that one of them alone might raise.
         largest = {n: routers.of_all(_by_expert(g)) for n, g in grads.items() if n != gate and g is not None}
-        weighs = batch.routed_N is not None and batch.routed_N.shape[2] > 1  # the weight of one expert may always be 1
+        weighs = batch.routed_N.shape[2] > 1  # the weight of one expert may always be 1
         # A frozen router is not among the gradients and has nothing to learn.
         learns = gate not in grads or (grads[gate] is not None and bool(grads[gate].any()))
         if weighs and not learns and any(s.any() for s in largest.values()):
@@ -254,9 +252,8 @@ def experts_learn(
 
 
 def learned_from(batch: Batch, passes: Passes) -> np.ndarray:
-    """bool [M]: the tokens that the loss learns from: it has a gradient by their log-prob, and that can move.
-
-    Others are silenced by a trust region or by a choice of tokens, or are certain (as where one token alone was kept).
+    """bool [M]: the tokens that the loss learns from: it has a gradient by their log-prob, and that can move. Others
+    are silenced by a trust region or by a choice of tokens, or are certain (as where one token alone was kept).
 
     >>> asked, logp = np.array([0.5, 0.0, 0.5]), np.array([-1.0, -1.0, 0.0])
     >>> (felt := np.abs(asked) * -np.expm1(logp)) > LOUD * felt.max()
@@ -303,8 +300,8 @@ def _followed(name: str, gradient: Any, tensor: Any, busy: np.ndarray, expected:
         at = e * width + int(gradient[e].detach().abs().argmax())
         value = float(tensor.detach().flatten()[at])
         move = expected(name, gradient.detach(), at)
-        # A move below 8 units in the last place may be rounded away.
-        if move is not None and abs(move) >= 8 * float(np.spacing(np.float32(max(SMALLEST, abs(value))))):
+        # Where the gradient is no number, the optimizer may leave the step out.
+        if move is not None and not math.isnan(move) and not may_be_rounded_away(move, value):
             out.append(FollowedExpert(name, e, at, value))
     return out
 
@@ -362,8 +359,6 @@ class ExpertsCheck(Observer):
             case PushedEvent() if self._tokens is not None and self._own_choices is not None:
                 with roles.clock.of("check"):
                     return self._pushed(routers, self._tokens, self._own_choices)
-            case _:
-                pass
         return None
 
     def _played(self, roles: ReinforceRoles, routers: Routers, e: Experience) -> ObserverReport | None:
@@ -391,16 +386,11 @@ class ExpertsCheck(Observer):
             # The scoring pass is the one that training compares with, so it is the one that must follow.
             gauges |= learner_follows(roles, routers, packed)
         choices, rows = differing(packed.routed_N[known], alone.own[known])
-        gaps = {"experts/gap_replayed": followed.logp, "experts/gap_alone": alone.logp}
-        return ObserverReport(
-            {
-                **gauges,
-                **load_gauges(packed.routed_N[known], routers.experts),
-                "experts/differ": Gauge(choices, 1),
-                "experts/tokens_differ": Gauge(rows, 1),
-                **{n: Gauge(float(np.abs(x.astype(np.float64) - tokens.mu_M).sum()), len(x)) for n, x in gaps.items()},
-            }
-        )
+        gauges |= load_gauges(packed.routed_N[known], routers.experts)
+        gauges |= {"experts/differ": Gauge(choices, 1), "experts/tokens_differ": Gauge(rows, 1)}
+        for name, logp in (("experts/gap_replayed", followed.logp), ("experts/gap_alone", alone.logp)):
+            gauges[name] = Gauge(float(np.abs(logp.astype(np.float64) - tokens.mu_M).sum()), len(logp))
+        return ObserverReport(gauges)
 
     def _pushed(self, routers: Routers, tokens: StepTokens, before: np.ndarray) -> ObserverReport:
         """Reports how far the step's updates moved the routers, on the step's own tokens."""

@@ -80,10 +80,7 @@ def gradient_reaches(learner: Learner, ids: np.ndarray) -> None:
         scores = learner.forward(packed, Reads(value=bool(head)))
         if head:
             _reaches_head(scores.value, head)
-        gradients = torch.autograd.grad(
-            scores.logp, list(parameters.values()), cotangent(scores.logp), allow_unused=True
-        )
-        silent = [n for n, g in zip(parameters, gradients, strict=True) if g is None or not bool(g.any())]
+        silent = _silent(scores.logp, parameters, cotangent(scores.logp))
     # What is scored here is scored without training mode, as every comparison before and after a move.
     learner.train_mode(False)
     unmoved = learner.score(packed)
@@ -101,8 +98,7 @@ def _reaches_head(value: torch.Tensor | None, head: Mapping[str, Any]) -> None:
     # The values are another output than the log-probs, so a head that is cut off shows only here.
     deaf = [n for n, p in head.items() if not p.requires_grad]
     if not deaf and value is not None and value.requires_grad:
-        gradients = torch.autograd.grad(value.sum(), list(head.values()), allow_unused=True, retain_graph=True)
-        deaf = [n for n, g in zip(head, gradients, strict=True) if g is None or not bool(g.any())]
+        deaf = _silent(value.sum(), head, keep=True)
     elif not deaf:
         # The values were computed without a gradient: all of the head is cut off.
         deaf = list(head)
@@ -110,12 +106,25 @@ def _reaches_head(value: torch.Tensor | None, head: Mapping[str, Any]) -> None:
         raise InvariantError(DEAF.format(", ".join(deaf)))
 
 
+def _silent(
+    output: torch.Tensor, parameters: Mapping[str, Any], factors: torch.Tensor | None = None, *, keep: bool = False
+) -> list[str]:
+    """Returns the names of the parameters that get no gradient from an output.
+
+    Args:
+        factors: the weights of the output's numbers; None where it is one number.
+        keep: the graph is used once more.
+    """
+    wanted = list(parameters.values())
+    gradients = torch.autograd.grad(output, wanted, factors, allow_unused=True, retain_graph=keep)
+    return [n for n, g in zip(parameters, gradients, strict=True) if g is None or not bool(g.any())]
+
+
 @torch.no_grad()
 def _felt(learner: Learner, packed: Packed, parameter: Any, before: np.ndarray) -> bool:
     """Returns whether some log-prob changes when the parameter is moved. `before`: the log-probs without the move."""
     kept = parameter.detach().clone()
-    # A rank without rows of this weight moves nothing, while the others move theirs. It takes part in the scoring all
-    # the same, because that is an exchange of all ranks.
+    # A rank without rows of this weight moves nothing, and takes part in the scoring: it is an exchange of all ranks.
     if not kept.numel():
         return float(np.abs(learner.score(packed) - before).max()) > FELT
     # A tensor that is all one number has no spread: its size stands for it, and 0.01 where that is smaller.
@@ -224,6 +233,11 @@ def _smallest(grads: Mapping[str, Any]) -> list[str]:
     return names[: int((ends <= IN_FULL).sum())]
 
 
+def may_be_rounded_away(move: float, weight: float) -> bool:
+    """Returns whether a move of a float32 weight is below 8 units in its last place, so that losing it is no fault."""
+    return abs(move) < 8 * float(np.spacing(np.float32(max(SMALLEST, abs(weight)))))
+
+
 def moved(handed: StepGradients, parameters: Mapping[str, Any], lr: float) -> Gauges:
     """An optimizer step changes every parameter with a gradient, if the update is larger than the parameter's rounding.
 
@@ -232,15 +246,8 @@ def moved(handed: StepGradients, parameters: Mapping[str, Any], lr: float) -> Ga
         parameters: what the optimizer updates, after the step.
         lr: the learning rate of this step.
     """
-    pushed: list[str] = []
-    still: list[str] = []
-    for name, top in handed.largest.items():
-        # An update below 8 units in the last place may be rounded away, which is no fault.
-        if abs(top.move) < 8 * float(np.spacing(np.float32(max(SMALLEST, abs(top.weight))))):
-            continue
-        pushed.append(name)
-        if float(parameters[name].detach().flatten()[top.index]) == top.weight:
-            still.append(name)
+    pushed = {n: top for n, top in handed.largest.items() if not may_be_rounded_away(top.move, top.weight)}
+    still = [n for n, top in pushed.items() if float(parameters[n].detach().flatten()[top.index]) == top.weight]
     if still:
         raise InvariantError(
             f"{len(still)} of {len(pushed)} parameters with a gradient did not move in an optimizer step:"
@@ -319,8 +326,7 @@ def _off(step: torch.Tensor, old: torch.Tensor, expected: ExpectedUpdate) -> flo
     if expected.along:
         if not expected.size:
             return 0.0
-        # The part of the step along the expected one, as a share of it: 1 where it is right, whatever noise lies
-        # across.
+        # The share of the expected step that the step goes along it, whatever noise lies across: 1 if right.
         apart = abs(float((step * expected.move).sum() / expected.move.square().sum()) - 1)
         return _above_0(apart - ALONG_NOISE)
     off = _above_0(float(((step - expected.move).abs() - ROUNDING * old.abs()).max()))
@@ -380,8 +386,6 @@ class UpdateCheck(Observer):
             case LearnedEvent(lr=lr) if self._handed is not None:
                 handed, self._handed = self._handed, None  # it holds copies of weights
                 return ObserverReport(self._follow(roles, handed, lr))
-            case _:
-                pass
         return None
 
     def _follow(self, roles: StageRoles[Any], handed: StepGradients, lr: float) -> Gauges:

@@ -103,8 +103,7 @@ def _clip(c: Any, t: PushInputs, cap: float | None) -> Factor:
     top = math.inf if cap is None else cap
     # The gradient is r wherever the clipped branch is not the smaller one. Without credit nothing is clipped.
     kept = np.where(t.up, t.r <= 1 + c.high, np.where(t.down, (t.r >= 1 - c.low) & (t.r <= top), True))
-    # The nearest of all bounds, even one that does not count for this sign of credit: to leave one more token out of
-    # the comparison does no harm.
+    # The nearest of all bounds, whatever the sign: to leave one more token out does no harm.
     return t.r * kept, np.min([np.abs(t.r - bound) for bound in (1 + c.high, 1 - c.low, top)], axis=0)
 
 
@@ -296,19 +295,13 @@ def computed_once(a: Algorithm) -> str:
 
 
 def demand(a: Algorithm, batch: Batch, logp_M: np.ndarray) -> Demand | None:
-    """d loss / d logp of one minibatch, from the definition of the family.
-
-    -weight * c * push * A + weight * d pull / d logp - coef * imitated
-
-    Here c is the product of the corrections. None if a choice is not covered, or if a stream that it reads is not in
-    the batch.
-    """
+    """d loss / d logp by definition: -weight * c * push * A + weight * d pull / d logp - coef * imitated, where c is
+    the product of the corrections. None if a choice is not covered, or a stream that it reads is not in the batch."""
     # None: the choice is not made, so its stream is not needed.
     needed = {CHOSEN: a.tokens, MIX: a.anchor == "proximal" or None, WAS_SHOWN: a.shown}
     needed[IMITATE] = a.imitate if a.imitate is not None and a.imitate.of != "heard" else None
-    if set(uncovered(a)) - BESIDE or any(
-        choice is not None and stream not in batch for stream, choice in needed.items()
-    ):
+    lacks = any(choice is not None and stream not in batch for stream, choice in needed.items())
+    if set(uncovered(a)) - BESIDE or lacks:
         return None
     mu = batch[MU].astype(np.float64)
     # Where the start of the step was not scored, the learner's present log-probs stand for it.
@@ -324,9 +317,9 @@ def demand(a: Algorithm, batch: Batch, logp_M: np.ndarray) -> Demand | None:
         factor, bound = CORRECTIONS[kind(piece)](piece, MismatchInputs(mu, start, inputs))
         # Factors multiply, and a token that is near a bound of any of them is unsure.
         push, near = push * factor, np.minimum(near, bound)
-    pull, size = _pull(a.pull, batch, logp_M, gap) or (None, None)
-    if pull is None or size is None:
+    if (pull_and_size := _pull(a.pull, batch, logp_M, gap)) is None:
         return None
+    pull, size = pull_and_size
     if a.tokens is not None and a.tokens.silences:
         # A silenced token has no policy gradient; the pull reads it all the same.
         push = push * batch[CHOSEN]
@@ -356,8 +349,7 @@ def value_demand(value: Any, batch: Batch, value_M: np.ndarray) -> np.ndarray | 
     if value.clip is not None and VALUE in batch:
         step = value_M - batch[VALUE]
         clipped = batch[VALUE] + np.clip(step, -value.clip, value.clip) - batch[RETURN]
-        # The larger square counts. Where that is the clipped one and the value is beyond its clip, nothing moves the
-        # value.
+        # The larger square counts. Where that is the clipped one, beyond the clip nothing moves the value.
         slope = np.where(unclipped**2 >= clipped**2, unclipped, np.where(np.abs(step) <= value.clip, clipped, 0.0))
     return batch[WEIGHT] * value.coef * slope
 
@@ -382,13 +374,11 @@ def _pull(pull: Any, batch: Batch, logp_M: np.ndarray, gap_M: np.ndarray) -> tup
         return None
     d = logp_M - batch[REFERENCE]
     # Beyond the limit the estimator is clamped, so it has no slope.
-    is_clamped = d < -LIMIT
     clamped = np.maximum(d, -LIMIT)
-    k3, k3_slope = np.exp(-clamped) - 1 + clamped, np.where(is_clamped, 0.0, 1 - np.exp(-clamped))
+    k3, k3_slope = np.exp(-clamped) - 1 + clamped, np.where(d < -LIMIT, 0.0, 1 - np.exp(-clamped))
     # rk3 is r k3 with r differentiated too: r k3 + r k3'. A clamped r has no slope.
-    slope = {"k2": d, "k3": k3_slope, "rk3": exp(gap_M) * (k3 * (np.abs(gap_M) <= LIMIT) + k3_slope)}.get(
-        pull.estimator
-    )
+    rk3_slope = exp(gap_M) * (k3 * (np.abs(gap_M) <= LIMIT) + k3_slope)
+    slope = {"k2": d, "k3": k3_slope, "rk3": rk3_slope}.get(pull.estimator)
     # e^-d may be large, and rounding with it.
     size = pull.coef * (1 + np.abs(logp_M)) * np.maximum(1, np.exp(-clamped))
     if pull.estimator == "rk3":

@@ -23,11 +23,8 @@ SCORED_AGAIN = 4
 
 
 def hinted_task(siblings: Sequence[Episode], e: Episode, of: str) -> Task | None:
-    """The task whose answer is the hint for an episode; None where no other answer of its group is right.
-
-    Args:
-        of: "answer": the hint is the task's own right answer. Else it is a right answer of another sibling.
-    """
+    """The task whose answer is the hint for an episode; None where no other answer of its group is right. With
+    `of="answer"` the hint is the task's own right answer, else a right answer of another sibling."""
     if of == "answer":
         return e.task
     # Never the episode's own answer: the teacher would be shown what it is to judge.
@@ -71,7 +68,7 @@ class HintCheck(Observer):
     def _score_again(self, roles: ReinforceRoles, group: ScoredGroup, s: Scored) -> dict[str, Gauge]:
         """Score one answer again and compare it with what was recorded in the step."""
         a, e = roles.stage.algorithm, s.episode
-        assert a.hint is not None
+        assert a.hint is not None and roles.hints is not None
         # The hint is chosen again from the group, as the definition says it.
         hint_task = hinted_task(group.group.judged, e, a.hint.of)
         prompt = None if hint_task is None else abilities.hints(roles.rollout.environment)(hint_task)
@@ -83,7 +80,7 @@ class HintCheck(Observer):
         # Tools of the task's own data, else those that the environment gives it.
         tools = e.task.tools or (roles.rollout.environment.abilities.tools or (lambda _: ()))(e.task)
         packed = _behind(roles.rollout.dialogue(e.task.id).see(prompt, tools), e.segments[0])
-        teacher = None if roles.hints is None else roles.hints.teacher(roles.learner, roles.reference)
+        teacher = roles.hints.teacher(roles.learner, roles.reference)
         assert teacher is not None
         teacher_M = teacher.score(packed)
         # With a KL a stream has the teacher's log-probs. With distillation it has those of K candidates a token.

@@ -24,12 +24,9 @@ COARSE = 0.2
 
 
 class ImplicitCheck(Observer):
-    """An implicit process reward model scores a step first, and then learns the outcomes of its answers.
-
-    In every step: it has taken no update between the step before and the scoring, and it learns the outcome of each
-    scored answer. At `due` steps: one answer's scores are those of its tokens alone, and the loss is the cross entropy
-    of the scores and the outcomes.
-    """
+    """An implicit process reward model scores a step first, and then learns the outcomes of its answers. In every step:
+    no update between the step before and the scoring, and the outcome of each scored answer is learned. At `due` steps:
+    one answer's scores are those of its tokens alone, and the loss is the cross entropy of scores and outcomes."""
 
     def __init__(self) -> None:
         self._updates = 0
@@ -57,8 +54,6 @@ class ImplicitCheck(Observer):
                     self._expected = expected_loss(answers, roles.implicit.beta, noise)
             case OutcomesEvent(batch=batch):
                 outcomes_agree(batch, self._groups)
-            case _:
-                pass
         return None
 
     async def after(self, roles: ReinforceRoles, step: Step) -> ObserverReport | None:

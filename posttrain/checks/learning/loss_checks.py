@@ -155,14 +155,11 @@ class LossCheck(Observer):
         return Needs(logp=due(event.index), gradients=due(event.index))
 
     def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
-        match event:
-            case LearnedEvent(packed=PackedEvent(index=index, batch=batch), passes=passes) if due(index):
-                # As the step learned: with its adapted coefficients, and in a warm-up with the value loss alone.
-                return ObserverReport(
-                    loss_agrees(of_step(roles.stage.algorithm, roles.adaptive, index)[0], batch, passes)
-                )
-            case _:
-                return None
+        if not isinstance(event, LearnedEvent) or not due(event.packed.index):
+            return None
+        # As the step learned: with its adapted coefficients, and in a warm-up with the value loss alone.
+        a, _ = of_step(roles.stage.algorithm, roles.adaptive, event.packed.index)
+        return ObserverReport(loss_agrees(a, event.packed.batch, event.passes))
 
 
 LOSS_BOUND = 5e-6
@@ -210,8 +207,7 @@ def gradient_agrees(
         return {}
     # Next to a bound rounding decides, so those tokens are not compared.
     error_M = np.where(want.sure_M, np.abs(asked_M - want.want_M), 0.0)
-    # Tokens whose terms are far below the largest are measured by a thousandth of the largest. 1e-30 is for a minibatch
-    # in which all terms are 0.
+    # Faint terms are measured by a thousandth of the largest; 1e-30 is for a minibatch whose terms are all 0.
     relative_M = error_M / np.maximum(want.size_M, 1e-3 * float(want.size_M.max(initial=0.0)) + 1e-30)
     worst = float(relative_M.max(initial=0.0))
     if not worst <= LOSS_BOUND:

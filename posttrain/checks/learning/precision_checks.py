@@ -35,10 +35,9 @@ def gradient_of(learner: Learner, passes: Passes, names: list[str]) -> float:
     # In training mode, as the passes that are repeated were.
     learner.train_mode(True)
     for i, micro in enumerate(passes.micros):
-        with_entropy = bool(passes.entropy_grad)
-        scores = learner.forward(micro, Reads(entropy=with_entropy))
+        scores = learner.forward(micro, Reads(entropy=bool(passes.entropy_grad)))
         outputs, cotangents = [scores.logp], [passes.logp_grad[i]]
-        if with_entropy:
+        if passes.entropy_grad:
             outputs, cotangents = [*outputs, scores.entropy], [*cotangents, passes.entropy_grad[i]]
         # The loss's scale goes in again, so that small cotangents do not vanish in float16, and out in float64 below.
         factors = [torch.as_tensor(c * passes.scale).to(o) for o, c in zip(outputs, cotangents, strict=True)]

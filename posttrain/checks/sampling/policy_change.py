@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -51,8 +50,6 @@ class ChangeGauges(Observer):
                 if roles.trainer.version != policy_before.version:
                     with roles.clock.of("check"):
                         return ObserverReport(change(roles, policy_before))
-            case _:
-                pass
         return None
 
 
@@ -62,7 +59,8 @@ def before(roles: ReinforceRoles, e: Experience) -> PolicyBefore:
     segments = chosen([x for g in e.groups for x in g.episodes[:1]])
     packed = Packed.of(segments) if segments else None
     logp = log_probs(roles, segments, packed) if packed is not None else np.zeros(0, np.float32)
-    return PolicyBefore(roles.trainer.version, packed, logp, slices(roles.trainer.trained()))
+    weights = {n: t.detach().flatten()[:SLICE].clone() for n, t in roles.trainer.trained().items()}
+    return PolicyBefore(roles.trainer.version, packed, logp, weights)
 
 
 def log_probs(roles: ReinforceRoles, segments: Sequence[Segment], packed: Packed) -> np.ndarray:
@@ -79,19 +77,12 @@ def log_probs(roles: ReinforceRoles, segments: Sequence[Segment], packed: Packed
 def chosen(episodes: Sequence[Episode]) -> list[Segment]:
     """Segments of the first episodes, of one sampling contract, that the policy said itself."""
     out: list[Segment] = []
-    spoken = 0
     for e in [e for e in episodes if not e.shown and e.spoken][:EPISODES]:
         # A packed batch has one sampling contract. Segments of others are left out.
-        said_segments = [s for s in e.segments if s.spoken and (not out or s.sampling == out[0].sampling)]
-        out, spoken = [*out, *said_segments], spoken + sum(s.spoken for s in said_segments)
-        if spoken >= TOKENS:
+        out += [s for s in e.segments if s.spoken and (not out or s.sampling == out[0].sampling)]
+        if sum(s.spoken for s in out) >= TOKENS:
             break
     return out
-
-
-def slices(trained: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """A copy of the first elements of every tensor that is trained."""
-    return {n: t.detach().flatten()[:SLICE].clone() for n, t in trained.items()}
 
 
 def divergence(before_M: np.ndarray, after_M: np.ndarray) -> Gauge:

@@ -32,7 +32,7 @@ from posttrain.role.events import (
     PlayedEvent,
     ScoredEvent,
 )
-from posttrain.role.learner_passes import Needs
+from posttrain.role.learner_passes import Needs, Passes
 from posttrain.role.learning.logprob_tolerance import LEAST, Exact, Gap, allowed, as_sampled
 from posttrain.role.roles import ReinforceRoles
 from posttrain.system.errors import ConfigError, InvariantError
@@ -58,23 +58,19 @@ def noise_band(a: Algorithm, mu_M: np.ndarray, learner_M: np.ndarray, sequence_M
     # The 99th percentile: a few tokens may have far larger gaps by rounding alone.
     band = float(np.quantile(np.abs(gap_M), 0.99))
     mu, learner, sequence = (torch.as_tensor(np.asarray(x, np.float64)) for x in (mu_M, learner_M, sequence_M))
-    worst = 0.0
+    factors: list[torch.Tensor] = []
     # Both signs of credit: a trust region bounds them on different sides.
     for sign in (1.0, -1.0):
-        batch = Streams(
-            sequence.long(),
-            int(sequence_M.max()) + 1,
-            streams={MU: mu, ADVANTAGE: torch.full_like(mu, sign), WEIGHT: torch.ones_like(mu)},
-        )
+        streams = {MU: mu, ADVANTAGE: torch.full_like(mu, sign), WEIGHT: torch.ones_like(mu)}
+        batch = Streams(sequence.long(), int(sequence_M.max()) + 1, streams=streams)
         # Only a trust region that compares with the sampler, and can silence tokens, sees this noise.
         if a.anchor == "behaviour" and a.silences and not a.stores_top:
             ratio = importance(a.ratio, learner - mu, batch)
-            worst = max(
-                worst, _silent(push(a.clip, TrustInputs(ratio, learner - mu, batch[ADVANTAGE], learner, batch)).push_M)
-            )
+            factors.append(push(a.clip, TrustInputs(ratio, learner - mu, batch[ADVANTAGE], learner, batch)).push_M)
         if a.correction:
             # The learner is both the start and the present policy, so c = learner / mu is this noise and nothing else.
-            worst = max(worst, _silent(correct(a.correction, learner, learner, batch).used_M))
+            factors.append(correct(a.correction, learner, learner, batch).used_M)
+    worst = max((float((x == 0).double().mean()) for x in factors), default=0.0)
     if worst > MOST:
         raise ConfigError(
             f"{a.name}: {worst:.1%} of the tokens would fall silent although no weight has moved. Sampler and learner"
@@ -83,11 +79,6 @@ def noise_band(a: Algorithm, mu_M: np.ndarray, learner_M: np.ndarray, sequence_M
             " (anchor=start), widen the bounds, or use model.dtype=float32"
         )
     return {"mismatch/band": Gauge(band, 1)}
-
-
-def _silent(loudness_M: torch.Tensor) -> float:
-    """The share of tokens whose factor is 0."""
-    return float((loudness_M == 0).double().mean())
 
 
 def sampler_agrees(
@@ -200,8 +191,7 @@ def said_by_these_weights(groups: Sequence[Group], promised: Sequence[int]) -> N
     for g in groups:
         for e in g.episodes:
             for s in e.segments:
-                unpromised = [v for v in s.version[s.mask].tolist() if v not in known]
-                if unpromised:
+                if unpromised := [v for v in s.version[s.mask].tolist() if v not in known]:
                     also = f" and samples may also be of {', '.join(map(str, others))}" if others else ""
                     raise InvariantError(
                         f"task {g.task.id!r} has tokens said by version {unpromised[0]}, while the learner holds"
@@ -248,14 +238,10 @@ def _price_line(price: float | None, own_M: np.ndarray) -> tuple[str, ...]:
 
 
 def _with_its_experts(roles: ReinforceRoles, micro: Batch, logp_M: np.ndarray, fresh_M: np.ndarray) -> np.ndarray:
-    """The log-probs of a training pass, as they would be with the sampler's experts.
-
-    The learner of a mixture may choose other experts than the sampler. Then the change that this makes in its scores is
-    subtracted. Log-probs that agree with the sampler's anyway are returned as they are.
-
-    With `router_replay=start` the minibatch has the learner's choices in place of the sampler's. Then the pass is
-    compared with the learner's scores alone, and `ExpertsCheck` compares these with the sampler's.
-    """
+    """The log-probs of a training pass, as they would be with the sampler's experts: where a mixture's learner may
+    choose others, the change that this makes in its scores is subtracted. Log-probs that agree anyway are returned as
+    they are. With `router_replay=start` the minibatch has the learner's choices, so the pass is compared with the
+    learner's scores alone, and `ExpertsCheck` compares these with the sampler's."""
     follows, gap = as_sampled(roles.learner), Gap.of(micro[MU][fresh_M], logp_M[fresh_M])
     replays_start = roles.run.model.router_replay == "start"
     may_differ = micro.routed_N is not None and (replays_start or follows is not roles.learner)
@@ -296,11 +282,7 @@ class SamplerCheck(Observer):
                     self._fresh = False
                     return self._same_weights(roles, e, groups)
             case DifferentiatedEvent(packed, passes) if packed.first:
-                return ObserverReport(
-                    self._ratio_is_one(roles, packed, list(zip(passes.micros, passes.logp, strict=True)))
-                )
-            case _:
-                pass
+                return ObserverReport(self._ratio_is_one(roles, packed, passes))
         return None
 
     def _same_weights(self, roles: ReinforceRoles, e: Experience, groups: Sequence[ScoredGroup]) -> ObserverReport:
@@ -321,14 +303,9 @@ class SamplerCheck(Observer):
         if same:  # by code that shares nothing with the sampler's
             packed_pass = roles.learner.packed_score(packed)
             sampler_agrees(packed, mu, packed_pass, fresh, dtype=dtype, exact=exact, text=roles.text)
-        band = noise_band(
-            roles.stage.algorithm,
-            mu[fresh],
-            learner[fresh],
-            # Episodes are numbered anew without holes, as sums over episodes need it.
-            np.unique(packed.sequence_M[fresh], return_inverse=True)[1],
-            dtype,
-        )
+        # Episodes are numbered anew without holes, as sums over episodes need it.
+        sequence = np.unique(packed.sequence_M[fresh], return_inverse=True)[1]
+        band = noise_band(roles.stage.algorithm, mu[fresh], learner[fresh], sequence, dtype)
         # Only a reference that began as the policy is at a distance of 0.
         if roles.reference is not None and roles.own_reference and REFERENCE in episodes[0]:
             reference = np.concatenate([x for s in episodes for x in s[REFERENCE]])
@@ -339,12 +316,10 @@ class SamplerCheck(Observer):
             merge(gauges, band), (*_band_line(band, dtype), *_price_line(roles.learner.price(packed), fresh))
         )
 
-    def _ratio_is_one(
-        self, roles: ReinforceRoles, packed: PackedEvent, micros: Sequence[tuple[Batch, np.ndarray]]
-    ) -> Gauges:
+    def _ratio_is_one(self, roles: ReinforceRoles, packed: PackedEvent, passes: Passes) -> Gauges:
         """On the first optimizer step after a push, every token sampled with the current weights has rho = 1."""
         gauges, dtype, same = list[Gauges](), roles.run.model.dtype, roles.run.exact
-        for micro, logp in micros:
+        for micro, logp in zip(passes.micros, passes.logp, strict=True):
             exact = lambda batch=micro: as_sampled(roles.learner).exact(batch)  # noqa: E731
             fresh = micro[VERSION] == packed.version
             if keeps_caches(roles.run.engine):

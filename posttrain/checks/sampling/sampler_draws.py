@@ -117,9 +117,8 @@ def uniforms(draws: CheckedDraws, seed: int, stream: str) -> np.ndarray:
     for segment, e in enumerate(draws.episodes):
         # A turn has random numbers of its own, so a longer turn before it moves nothing.
         keys = [seeds.key(seed, stream, e.task.id, e.visit, e.sibling, turn) for turn in range(len(e.turns))]
-        of_episode = np.concatenate(
-            [np.zeros(0), *(seeds.uniforms(key, n) for key, n in zip(keys, e.turns, strict=True))]
-        )
+        turns = [seeds.uniforms(key, n) for key, n in zip(keys, e.turns, strict=True)]
+        of_episode = np.concatenate([np.zeros(0), *turns])
         of_segment = draws.packed.segment_M == segment
         # The beginning of an episode's tokens: places that `beginning` cut off have uniforms that nobody reads.
         out[of_segment] = of_episode[draws.at_M[of_segment]]
@@ -133,14 +132,9 @@ def drawn_again(
     noise: Callable[[], float],
     text: Callable[[np.ndarray], str],
 ) -> Gauges:
-    """The uniform of a token's place picks that token from the learner's distribution.
-
-    If log-probs differ by at most d, a cumulative probability F lies between F e^-d and F e^d, and 1 - F alike. First
-    d is `SURE`. If that is not enough, `noise` is measured.
-
-    Raises:
-        InvariantError: for the first token that another uniform, or another distribution, must have picked.
-    """
+    """The uniform of a token's place picks that token from the learner's distribution; InvariantError for the first
+    that another uniform or distribution must have picked. If log-probs differ by at most d, a cumulative probability F
+    lies between F e^-d and F e^d, and 1 - F alike. First d is `SURE`; if that is not enough, `noise` is measured."""
     apart = SURE
     # The cheap bound first: noise is measured in float64, which costs a pass.
     if _picks_another(odds, uniform_M, apart).any():
@@ -267,16 +261,10 @@ def bet_on_answers(
 
 
 def bet_on_siblings(bet: Bet, groups: Sequence[Group], noise: float) -> Gauges:
-    """Play one round for each pair of neighbouring siblings: a bet that they say the same.
-
-    The chance of that is at most p, the probability of the first one's answer. With p that probability and c the share
-    that is bet, the factor is 1 + c (1 - p) / p if they are equal, else 1 - c. An answer with a probability above a
-    half is not bet on. Of an answer that broke or was cut, the known tokens count: an equal answer has at least these.
-    An empty answer is not bet on.
-
-    Raises:
-        InvariantError: the stake exceeds 1 / `ALPHA`.
-    """
+    """Play one round for each pair of neighbouring siblings: a bet that they say the same. InvariantError once the
+    stake exceeds 1 / `ALPHA`. With p the probability of the first answer, which bounds the chance, and c the share that
+    is bet, the factor is 1 + c (1 - p) / p if they are equal, else 1 - c. Not bet on are answers with p above a half,
+    and empty ones. Of an answer that broke or was cut the known tokens count: an equal one has at least these."""
     for g in groups[:GROUPS]:
         # Neighbours only: given all answers before it, the next one equals its neighbour with that one's probability.
         # Whether further pairs are equal would follow from these.
@@ -321,26 +309,26 @@ class DrawsCheck(Observer):
                 # Unmeasured: the bound of the dtype, so that no float64 pass is needed in every step.
                 apart = unmeasured(roles.run.model.dtype, roles.sampling.temperature).worst
                 return ObserverReport(bet_on_siblings(self._bets.siblings, e.played, apart))
-            case ScoredEvent(e, _) if _is_tested(roles.stage.most_behind, e.index):
+            # Where samples may be older, only the first step learns from what the learner's own weights said.
+            case ScoredEvent(e, _) if e.index == 1 or (not roles.stage.most_behind and looked_at(e.index)):
                 return ObserverReport(self._test(roles, e))
-            case _:
-                return None
+        return None
 
     def _test(self, roles: ReinforceRoles, e: Experience) -> Gauges:
         """Test draws of the first groups, whose number is fixed.
 
         How many further groups are played, and which ones pass the filter, depends on the answers.
         """
-        episodes = [x for g in e.played[: roles.stage.prompts] for x in g.episodes]
         if roles.stage.oversample and not roles.sync.sampler.draws_by_place:
             return {}
+        episodes = [x for g in e.played[: roles.stage.prompts] for x in g.episodes]
         # In steps of 7 through the episodes, so that in time others come first.
         return draws_are_true(roles, self._bets, episodes, e.index * 7 % len(episodes), roles.stream)
 
 
-def _is_tested(most_behind: int, index: int) -> bool:
-    """Returns whether draws of step `index` are tested: all that it learns from was said by the learner's weights."""
-    return index == 1 if most_behind else index <= 16 or index % 8 == 0
+def looked_at(index: int) -> bool:
+    """Returns whether draws of step `index` are tested: in the first 16 steps and in every eighth later one."""
+    return index <= 16 or index % 8 == 0
 
 
 def draws_are_true(roles: ReinforceRoles, bets: Bets, episodes: Sequence[Episode], first: int, stream: str) -> Gauges:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from posttrain.checks.sampling.sampler_checks import keeps_caches, said_by_these_weights, sampler_agrees
-from posttrain.checks.sampling.sampler_draws import PACKED, PROBED, Bets, draws_are_true
+from posttrain.checks.sampling.sampler_draws import PACKED, PROBED, Bets, draws_are_true, looked_at
 from posttrain.core import seeds
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.exchange.experience import Experience
@@ -31,16 +31,10 @@ from posttrain.system.errors import InvariantError
 
 
 def fresh_segments(groups: Sequence[Group], version: int, stale: bool = False) -> list[Segment]:
-    """Segments with tokens of `version`, as many as a check reads.
-
-    Segments that other weights began come first: their caches were made by those weights, so they are most at risk.
-
-    Args:
-        version: that of the weights that the learner has at present.
-        stale: caches are kept on purpose (engine.update=stale). Then segments that other weights began are left out.
-    """
+    """Segments with tokens of `version`, the learner's present one, as many as a check reads. Segments that other
+    weights began come first: their caches are most at risk. With `stale`, where caches are kept on purpose
+    (engine.update=stale), they are left out."""
     mixed, pure = list[Segment](), list[Segment]()
-    # Mixed ones were begun by other weights: their caches are what may be wrong.
     for s in (s for g in groups for e in g.episodes if e.own for s in e.segments):
         versions = s.version[s.mask]
         if (versions == version).any():
@@ -88,13 +82,10 @@ class FreshCheck(Observer):
             case PlayedEvent(e) if roles.stage.most_behind:
                 return self._agree(roles, e)
             case DifferentiatedEvent(packed, passes) if packed.first and START in packed.batch:
-                micros = zip(passes.micros, passes.logp, strict=True)
                 # The first minibatch of a step: no update has moved the learner yet.
-                for micro, logp_M in micros:
+                for micro, logp_M in zip(passes.micros, passes.logp, strict=True):
                     exact = lambda batch=micro: roles.learner.exact(batch)  # noqa: E731
                     start_is_the_learner(micro, logp_M.astype(np.float32), roles.run.model.dtype, exact)
-            case _:
-                pass
         return None
 
     def _agree(self, roles: ReinforceRoles, e: Experience) -> ObserverReport | None:
@@ -104,14 +95,14 @@ class FreshCheck(Observer):
         groups, version = (*e.played, *waiting), roles.trainer.version
         segments = fresh_segments(groups, version, keeps_caches(roles.run.engine))
         # Caches of other weights are a risk of their own and are looked at in every step.
-        due_step = e.index <= 16 or e.index % 8 == 0
-        if not segments or not (due_step or (segments[0].version[segments[0].mask] != version).any()):
+        if not segments or not (looked_at(e.index) or (segments[0].version[segments[0].mask] != version).any()):
             return None
         # In the mixed segments only the tokens of this version can be compared.
         fresh = np.concatenate([s.version[s.mask] for s in segments]) == version
         gauges = _compare_segments(roles, segments, fresh)
         # Draws are tested on whole episodes of this version, whose places are known from the start.
-        whole_episodes = [x for g in groups for x in g.episodes if _said_by(x, version)]
+        own = [x for g in groups for x in g.episodes if x.own]
+        whole_episodes = [x for x in own if all((s.version[s.mask] == version).all() for s in x.segments)]
         if whole_episodes and roles.sync.sampler.draws_by_place:
             # Draws are repeated and never bet on here: which answers have ended already depends on their lengths.
             gauges = merge(gauges, draws_are_true(roles, self._bets, whole_episodes, 0, roles.stream))
@@ -126,11 +117,6 @@ def _compare_segments(roles: ReinforceRoles, segments: Sequence[Segment], fresh_
     mu_M, learner_M = np.concatenate([s.logp[s.mask] for s in segments]), learner.score(packed)
     exact, same = lambda: learner.exact(packed), roles.run.exact
     return sampler_agrees(packed, mu_M, learner_M, fresh_M, dtype=dtype, exact=exact, text=roles.text, same=same)
-
-
-def _said_by(e: Episode, version: int) -> bool:
-    """Returns whether this version said every token of an episode."""
-    return e.own and all((s.version[s.mask] == version).all() for s in e.segments)
 
 
 TURNS = 4
@@ -216,20 +202,17 @@ class ProbeCheck(Observer):
         return list(await asyncio.gather(*(turn(i, p) for i, p in enumerate(self._prompts))))
 
     def _compare(self, roles: ReinforceRoles, turns: asyncio.Task[list[Group]]) -> ObserverReport:
-        """Compare turns that have ended with the learner, and forget them."""
+        """Compare turns that have ended with the learner, test their draws, and forget them."""
         # Forgotten first: a task that is compared is not compared again.
         self._saying, self._missed = None, 0
         with roles.clock.of("check"):
-            return self._agree(roles, turns.result())
-
-    def _agree(self, roles: ReinforceRoles, groups: Sequence[Group]) -> ObserverReport:
-        """Compare the turns of the probe with the learner, and test their draws."""
-        said_by_these_weights(groups, (roles.trainer.version,))
-        episodes = [e for g in groups for e in g.episodes]
-        segments = [s for e in episodes for s in e.segments]
-        gauges = _compare_segments(roles, segments, np.ones(sum(s.spoken for s in segments), bool))
-        draws = draws_are_true(roles, self._bets, episodes, 0, _stream(roles))
-        return ObserverReport(merge(gauges, draws, {"canary/probed": Gauge(1, 1)}))
+            groups = turns.result()
+            said_by_these_weights(groups, (roles.trainer.version,))
+            episodes = [e for g in groups for e in g.episodes]
+            segments = [s for e in episodes for s in e.segments]
+            gauges = _compare_segments(roles, segments, np.ones(sum(s.spoken for s in segments), bool))
+            draws = draws_are_true(roles, self._bets, episodes, 0, _stream(roles))
+            return ObserverReport(merge(gauges, draws, {"canary/probed": Gauge(1, 1)}))
 
 
 def _stream(roles: ReinforceRoles) -> str:

@@ -18,7 +18,7 @@ from posttrain.core import seeds
 from posttrain.core.exchange.experience import Experience
 from posttrain.core.gauge import Gauge, Step
 from posttrain.core.ports import TaskSource
-from posttrain.core.types import Group
+from posttrain.core.types import Group, Segment
 from posttrain.role.events import (
     DifferentiatedEvent,
     Event,
@@ -95,7 +95,7 @@ def as_old_as_asked(played: Sequence[Group], asked: Sequence[int], exactly: bool
         exactly: `deterministic=true` promises that all tokens of the group are of this version.
     """
     for g, version in zip(played, asked, strict=False):
-        versions = _versions(g)
+        versions = _own_versions(g)
         if len(versions) and (versions.min() < version or (exactly and versions.max() > version)):
             raise InvariantError(
                 f"task {g.task.id!r} has tokens of versions {sorted(set(versions.tolist()))}, and the sampler had"
@@ -128,7 +128,7 @@ def versions_only_grow(groups: Sequence[Group], drained: bool, whole: bool) -> N
         whole: they wait for groups that were asked, so a group has one.
     """
     for g in groups:
-        versions = _versions(g)
+        versions = _own_versions(g)
         if whole and len(set(versions.tolist())) > 1:
             raise InvariantError(
                 f"task {g.task.id!r} has tokens of versions {sorted(set(versions.tolist()))}: with deterministic=true"
@@ -137,9 +137,7 @@ def versions_only_grow(groups: Sequence[Group], drained: bool, whole: bool) -> N
             )
         for e in g.episodes:
             # In the order in which they were said, across the segments of a rewritten history.
-            spoken_versions = (
-                np.concatenate([s.version[s.mask] for s in e.segments]) if e.segments else np.zeros(0, np.int32)
-            )
+            spoken_versions = _versions(e.segments)
             if not e.own or not len(spoken_versions):
                 continue
             fell = np.flatnonzero(np.diff(spoken_versions) < 0)
@@ -296,15 +294,12 @@ class AheadCheck(Observer):
                 # After a step without a due push the sampler still has what it had.
                 due = event.experience.index % roles.stage.sync_steps == 0
                 pushed_between_steps(self._served, now, roles.trainer.version if due else None, "After a step")
-            case _:
-                pass
         return None
 
     async def after(self, roles: ReinforceRoles, step: Step) -> ObserverReport | None:
         if self._experience is not None and roles.stage.most_behind:
             segments = [s for g in self._experience.played for e in g.episodes if e.own for s in e.segments]
-            versions = [s.version[s.mask] for s in segments]
-            ages_as_stamped(step.gauges, np.concatenate([np.zeros(0, np.int32), *versions]), self._experience.promised)
+            ages_as_stamped(step.gauges, _versions(segments), self._experience.promised)
         self._experience = None
         return None
 
@@ -374,8 +369,12 @@ def _ended(roles: ReinforceRoles) -> tuple[Group, ...]:
     return roles.groups.queued()[1] if isinstance(roles.groups, GroupQueue) else ()
 
 
-def _versions(g: Group) -> np.ndarray:
+def _versions(segments: Sequence[Segment]) -> np.ndarray:
+    """The versions of the spoken tokens of these segments."""
+    return np.concatenate([np.zeros(0, np.int32), *(s.version[s.mask] for s in segments)])
+
+
+def _own_versions(g: Group) -> np.ndarray:
     """The versions of a group's tokens that a policy of this run said."""
-    by_segment = [s.version[s.mask] for e in g.episodes if e.own for s in e.segments]
-    versions = np.concatenate([np.zeros(0, np.int32), *by_segment])
+    versions = _versions([s for e in g.episodes if e.own for s in e.segments])
     return versions[versions >= 0]

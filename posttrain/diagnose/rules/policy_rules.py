@@ -28,12 +28,11 @@ CERTAIN = 0.02
 
 
 def better_lr(stage: Reinforce, distance: float) -> str:
-    """The setting of a learning rate at which a step would change the policy by `GOOD` nats a token.
+    """The setting of a learning rate at which a step would change the policy by `GOOD` nats a token. The rate changes
+    by a factor of at most 1000, up or down.
 
     Args:
         distance: the nats a token by which a step changes it at the present rate.
-
-    The rate changes by a factor of at most 1000, up or down.
     """
     # The distance grows with the square of the rate, so the factor is the root of the ratio.
     factor = min(1e3, max(1e-3, (GOOD / max(distance, 1e-12)) ** 0.5))
@@ -60,11 +59,9 @@ def collapse(history: Sequence[Step], stage: Reinforce) -> str:
         return ""
     # The fall is seen in later steps: the rewards of a step are played before its update.
     for i in range(max(0, len(history) - 4), len(history) - 1):
-        far, was = (
-            mean(history[i], "policy/kl_step") or 0.0,
-            # The step itself is among them: its rewards were played before its update.
-            average(known(history[max(0, i - 4) : i + 1], "rollout/reward")),
-        )
+        # The step itself is among them: its rewards were played before its update.
+        was = average(known(history[max(0, i - 4) : i + 1], "rollout/reward"))
+        far = mean(history[i], "policy/kl_step") or 0.0
         if far >= FAR and was - now > _half(history, was):
             return _collapsed(history, stage, was, now, f"after step {history[i].index}", far)
     # The two last steps are the fall. At least six before them are needed for a scatter.
@@ -79,15 +76,11 @@ def collapse(history: Sequence[Step], stage: Reinforce) -> str:
     if was - max(fallen) >= max(5 * scatter, _half(history, was)):
         return _collapsed(history, stage, was, now, f"after step {history[-3].index}", far)
     # A slow fall never stands out of its own scatter, so the trend is asked.
-    slow_trend = trend(history, "rollout/reward", 12)
+    slow = trend(history, "rollout/reward", 12)
     # The last two steps must be low as well: a trend whose last steps rise again is no collapse.
-    if (
-        slow_trend is None
-        or slow_trend.sure > -5
-        or slow_trend.before - max(slow_trend.after, *fallen) < _half(history, slow_trend.before)
-    ):
+    if slow is None or slow.sure > -5 or slow.before - max(slow.after, *fallen) < _half(history, slow.before):
         return ""
-    return _collapsed(history, stage, slow_trend.before, slow_trend.after, f"within {slow_trend.steps} steps", far)
+    return _collapsed(history, stage, slow.before, slow.after, f"within {slow.steps} steps", far)
 
 
 def _half(history: Sequence[Step], was: float) -> float:
@@ -140,20 +133,15 @@ def update_too_large(history: Sequence[Step], stage: Reinforce) -> str:
 def update_too_small(history: Sequence[Step], stage: Reinforce) -> str:
     """Eight steps in a row have credit and the whole learning rate, and none changes the policy by 2.5e-6 nats a
     token, though less than nine in ten answers are right: a policy that is sure and right has little to change."""
-    recent = history[-STILL:]
     distances = last(history, "policy/kl_step", STILL)
+    if not distances or max(distances) >= NEAR:
+        return ""
     # Only steps that had credit and the whole rate: others are small for a good reason.
-    if (
-        not distances
-        or max(distances) >= NEAR
-        or not all(warm(stage, s) and mean(s, "credit/advantage_abs") for s in recent)
-    ):
+    if not all(warm(stage, s) and mean(s, "credit/advantage_abs") for s in history[-STILL:]):
         return ""
     # With hardly any group that differs there is no credit to move by, whatever the rate.
-    if (
-        min(last(history, "optim/grad_norm", STILL), default=0.0) <= 1e-6
-        or average(last(history, "credit/silent", 8)) > 0.9
-    ):
+    no_gradient = min(last(history, "optim/grad_norm", STILL), default=0.0) <= 1e-6
+    if no_gradient or average(last(history, "credit/silent", 8)) > 0.9:
         return ""
     if min(last(history, "rollout/solved", STILL), default=0.0) >= SOLVED_SHARE:
         return ""

@@ -181,12 +181,8 @@ def reward_without_quality(history: Sequence[Step], stage: Reinforce) -> str:
     # 3 standard errors for the rise and 5 for the fall: the fall of a source is the evidence.
     if reward is None or reward.sure < 3:
         return ""
-    names = sorted({n for n in history[-1].gauges if n.startswith("reward/")})
-    fallen = [
-        (n, t)
-        for n in names
-        if (t := trend(history, n, 12)) and t.sure < -5 and t.before - t.after > 0.33 * scale(history, n, t.before)
-    ]
+    trends = [(n, trend(history, n, 12)) for n in sorted(history[-1].gauges) if n.startswith("reward/")]
+    fallen = [(n, t) for n, t in trends if t and t.sure < -5 and -t.gain > 0.33 * scale(history, n, t.before)]
     if not fallen:
         return ""
     name, t = fallen[0]
@@ -264,9 +260,7 @@ def reward_outruns_truth(history: Sequence[Step], stage: Stage) -> str:
 def heldout_falls(history: Sequence[Step], stage: Stage) -> str:
     """The held-out reward is lower than at an earlier evaluation by more than 3 standard errors, while the training
     reward rises by more than 3."""
-    measured = [
-        (s, s.gauges["eval/reward"]) for s in history if "eval/reward" in s.gauges and s.gauges["eval/reward"].count
-    ]
+    measured = [(s, g) for s in history if (g := s.gauges.get("eval/reward")) is not None and g.count]
     # Only at a step that was measured, so that the note stands where the figure is new.
     if len(measured) < 2 or measured[-1][0] is not history[-1]:
         return ""
@@ -300,18 +294,12 @@ def reward_is_flat(history: Sequence[Step], stage: Reinforce) -> str:
     # With nearly all answers right a flat reward is no fault. A gain of half its error already counts as a rise.
     if reward is None or average(last(history, "rollout/solved", SAME)) > 0.85 or reward.gain > 0.5 * reward.error:
         return ""
+    # An error as large as a twentieth of the reward hides the rise of a policy that learns slowly.
+    if broken(history) or reward.error > EXACT * _level(history, reward):
+        return ""
     # Rules with a definite cause come first: this one lists likely causes, and is silent where another has spoken.
-    if (
-        broken(history)
-        or siblings_agree(history, stage)
-        # An error as large as a twentieth of the reward hides the rise of a policy that learns slowly.
-        or reward.error > EXACT * _level(history, reward)
-        or too_hard(history, stage)
-    ):
-        return ""
-    if cut_off_before_the_answer(history, stage) or never_stops(history, stage) or reward_is_constant(history, stage):
-        return ""
-    if collapse(history, stage):
+    definite = (siblings_agree, too_hard, cut_off_before_the_answer, never_stops, reward_is_constant, collapse)
+    if any(condition(history, stage) for condition in definite):
         return ""
     what = "the reward falls" if reward.sure < -3 else "the reward is flat"
     return (

@@ -21,8 +21,9 @@ from posttrain.build.request.algorithm_file import reward_algorithm
 from posttrain.build.request.own_pieces import own_classes
 from posttrain.build.request.trust_prompt import STAGES, admitted, to_stderr
 from posttrain.build.request.user_objects import given_notes
-from posttrain.core.gauge import Gauges, merge
+from posttrain.core.gauge import Gauges
 from posttrain.core.scored import Credit, Scored, ScoredGroup
+from posttrain.core.types import Episode
 from posttrain.evaluation.ablation.recorded_gradients import FrozenLearner, Gradient, cosine
 from posttrain.evaluation.ablation.recorded_step import RecordedStep, choose_stage, rebuild, recorded_step
 from posttrain.evaluation.ablation.replayable_algorithms import RecordedFacts
@@ -169,8 +170,7 @@ class _Step:
                 f"{self.folder}: the run's own algorithm {own.name} cannot be evaluated on step {r.index}: {reason}"
             )
         own_row, gradient, credit, seen = self._evaluate(own, None)
-        # A gradient of 0 has no direction, so it has no cosine with itself either.
-        rows, refused = [replace(own_row, cosine=1.0 if own_row.norm else math.nan, ratio=1.0)], list[tuple[str, str]]()
+        rows, refused = [own_row], list[tuple[str, str]]()
         # The run's own algorithm is the first row already. It gets a second row only where the user named it.
         others = [a for a in chosen if named or not _same(a, self.stage.algorithm)]
         for i, a in enumerate(others):
@@ -179,17 +179,11 @@ class _Step:
             if not reason:
                 # A record that lacks something of one algorithm says nothing about the others.
                 try:
-                    rows.append(self._evaluate(a, (gradient, own_row.norm))[0])
+                    rows.append(self._evaluate(a, gradient)[0])
                 except PosttrainError as error:
                     reason = str(error)
             if reason:
                 refused.append((a.name, reason))
-        return self._ablation(credit, seen, rows, refused)
-
-    def _ablation(
-        self, credit: Credit, seen: Gauges, rows: list[AblationRow], refused: list[tuple[str, str]]
-    ) -> Ablation:
-        r = self.recorded
         line = r.line.gauges if r.line is not None else {}
         # Only with a single optimizer step is the recorded norm that of this gradient.
         once = "optim/grad_norm" in line and self.stage.optimizer_steps == 1
@@ -199,7 +193,7 @@ class _Step:
             folder=self.folder,
             stage=r.stage.name,
             step=r.index,
-            own=self.own.name,
+            own=own.name,
             weights=r.weights.name,
             behind=r.behind,
             logp_gap=gap.mean if gap else math.nan,
@@ -216,32 +210,45 @@ class _Step:
 
     # --- one algorithm ------------------------------------------------------------------------------------------------
 
-    def _evaluate(
-        self, a: Algorithm, own: tuple[Gradient, float] | None
-    ) -> tuple[AblationRow, Gradient, Credit, Gauges]:
+    def _evaluate(self, a: Algorithm, own: Gradient | None) -> tuple[AblationRow, Gradient, Credit, Gauges]:
         """One algorithm on this step, with what its row was made of.
 
         Args:
-            own: the gradient of the run's own algorithm and its norm; None for that algorithm itself.
+            own: the gradient of the run's own algorithm; None for that algorithm itself.
         """
         credit, total = self._credit(a)
-        warming = self._warming(a)
-        gradient, parts = Gradient({}, {}, 0.0, 0), list[Gauges]()
+        gradient, seen = Gradient({}, {}, 0.0, 0), Gauges()
         # One minibatch of all groups: how the run cut them does not enter.
         for minibatch in self._pack(credit, a, minibatches=1):
-            gradient, gauges = self._differentiate(minibatch, a, warming)
-            parts.append(gauges)
-        seen = merge(*parts)
+            gradient, seen = self._differentiate(minibatch, a)
         norm = gradient.norm
-        cosine_with_own, norm_ratio = (
-            (1.0, 1.0) if own is None else (cosine(gradient, own[0]), norm / own[1] if own[1] else math.nan)
+        # A gradient of 0 has no direction, so it has no cosine with itself either.
+        cosine_with_own, norm_ratio = (1.0 if norm else math.nan), 1.0
+        if own is not None:
+            cosine_with_own = cosine(gradient, own)
+            norm_ratio = norm / own.norm if own.norm else math.nan
+        kept = [e for g in credit.groups for e in g.episodes if not e.dropped]
+        token_credit = [(np.concatenate([np.zeros(0), *e.advantage]), e.episode.solved) for e in kept]
+        # A group is silent where no episode of it has credit, as in the run's own gauge.
+        with_credit = sum(
+            any(np.any(x != 0) for e in g.episodes if not e.dropped for x in e.advantage) for g in credit.groups
         )
-        return (
-            _row(a, credit, total, gradient, seen, cosine_with_own, norm_ratio, self._note(a, credit, total)),
-            gradient,
-            credit,
-            seen,
+        row = AblationRow(
+            name=a.name,
+            cosine=cosine_with_own,
+            norm=norm,
+            ratio=norm_ratio,
+            # Groups that the algorithm's filter would turn away are silent too.
+            silent=1 - with_credit / total if total else math.nan,
+            clipped=sum(seen[n].sum for n in _CLIPS) / seen[_CLIPS[0]].count if seen else math.nan,
+            effective=_effective(a, seen),
+            credit=_mean([np.abs(x) for x, _ in token_credit]),
+            solved=_mean([x for x, right in token_credit if right]),
+            unsolved=_mean([x for x, right in token_credit if not right]),
+            tokens=gradient.tokens,
+            note=self._note(a, credit, total),
         )
+        return row, gradient, credit, seen
 
     def _credit(self, a: Algorithm) -> tuple[Credit, int]:
         """Credit of the step, and how many groups there were before the algorithm's filter."""
@@ -279,20 +286,17 @@ class _Step:
         version = r.version if r.weights.version is None else r.weights.version
         return list(pack(credit, a, one_epoch, seed=r.run.seed, step=r.index, version=version))
 
-    def _differentiate(self, minibatch: Minibatch, a: Algorithm, warming: bool) -> tuple[Gradient, Gauges]:
-        """The gradient and the gauges of a minibatch. `warming`: only values are trained."""
+    def _differentiate(self, minibatch: Minibatch, a: Algorithm) -> tuple[Gradient, Gauges]:
+        """The gradient and the gauges of a minibatch."""
         # No token of the minibatch can give a gradient.
         if minibatch.batch is None:
             return Gradient({}, {}, 0.0, 0), {}
-        return self.frozen.gradient(minibatch.batch, a, self.stage.micro_tokens, warming)
+        return self.frozen.gradient(minibatch.batch, a, self.stage.micro_tokens, self._warming(a))
 
     def _halves(self, credit: Credit) -> float:
         """Cosine of the own algorithm's gradients on two halves of the groups; NaN where one of them is zero."""
         # A split of the groups: what differs is the sample, and not the algorithm.
-        parts = [
-            self._differentiate(m, self.own, self._warming(self.own))[0]
-            for m in self._pack(credit, self.own, minibatches=2)
-        ]
+        parts = [self._differentiate(m, self.own)[0] for m in self._pack(credit, self.own, minibatches=2)]
         return cosine(parts[0], parts[1]) if len(parts) == 2 else math.nan
 
     def _note(self, a: Algorithm, credit: Credit, total: int) -> str:
@@ -310,48 +314,6 @@ class _Step:
 def _same(a: Algorithm, b: Algorithm) -> bool:
     """Returns whether two algorithms make the same choices, whatever their names."""
     return all(getattr(a, f) == getattr(b, f) for f in CHOICES)
-
-
-def _row(
-    a: Algorithm,
-    credit: Credit,
-    total: int,
-    gradient: Gradient,
-    seen: Gauges,
-    cosine_with_own: float,
-    norm_ratio: float,
-    note: str,
-) -> AblationRow:
-    """The row of an algorithm.
-
-    Args:
-        total: the groups before the algorithm's filter.
-        seen: the gauges of its minibatch.
-        cosine_with_own: cosine of its gradient with that of the run's own algorithm.
-        norm_ratio: its norm divided by that one's.
-    """
-    kept = [e for g in credit.groups for e in g.episodes if not e.dropped]
-    token_credit = [(np.concatenate([np.zeros(0), *e.advantage]), e.episode.solved) for e in kept]
-    by_solved = {yes: [x for x, right in token_credit if right == yes] for yes in (True, False)}
-    # A group is silent where no episode of it has credit, as in the run's own gauge.
-    with_credit = sum(
-        any(np.any(x != 0) for e in g.episodes if not e.dropped for x in e.advantage) for g in credit.groups
-    )
-    return AblationRow(
-        name=a.name,
-        cosine=cosine_with_own,
-        norm=gradient.norm,
-        ratio=norm_ratio,
-        # Groups that the algorithm's filter would turn away are silent too.
-        silent=1 - with_credit / total if total else math.nan,
-        clipped=sum(seen[n].sum for n in _CLIPS) / seen[_CLIPS[0]].count if seen else math.nan,
-        effective=_effective(a, seen),
-        credit=_mean([np.abs(x) for x, _ in token_credit]),
-        solved=_mean(by_solved[True]),
-        unsolved=_mean(by_solved[False]),
-        tokens=gradient.tokens,
-        note=note,
-    )
 
 
 _CLIPS = ("policy/clip_low", "policy/clip_high")
@@ -374,18 +336,17 @@ def _mean(parts: Sequence[np.ndarray]) -> float:
 
 def _credit_gap(credit: Credit, recorded: RecordedStep) -> float:
     """Largest difference from the recorded credit; NaN where none was recorded."""
-    credit_of = {
-        (r.episode.task.id, r.episode.visit, r.episode.sibling): r.advantage
-        for r in recorded.records
-        if r.advantage is not None
-    }
-    gaps = [
-        float(np.max(np.abs(now - then), initial=0.0))
+    credit_of = {_key(r.episode): r.advantage for r in recorded.records if r.advantage is not None}
+    # Episodes that the record has no credit for are compared with nothing.
+    pairs = [
+        (now, then)
         for g in credit.groups
         for e in g.episodes
-        # Episodes that the record has no credit for are compared with nothing.
-        for now, then in zip(
-            e.advantage, credit_of.get((e.episode.task.id, e.episode.visit, e.episode.sibling), ()), strict=False
-        )
+        for now, then in zip(e.advantage, credit_of.get(_key(e.episode), ()), strict=False)
     ]
-    return max(gaps, default=math.nan)
+    return max((float(np.max(np.abs(now - then), initial=0.0)) for now, then in pairs), default=math.nan)
+
+
+def _key(e: Episode) -> tuple[str, int, int]:
+    """The place of an episode in its step."""
+    return e.task.id, e.visit, e.sibling

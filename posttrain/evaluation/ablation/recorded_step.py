@@ -73,9 +73,8 @@ class RecordedStep:
     def top(self) -> int:
         """Number of the most probable tokens that the sampler stored with every token."""
         # The least of all segments, so that every episode has at least this number.
-        return min(
-            (s.sampling.top for r in self.records for s in r.episode.segments if not s.sampling.greedy), default=0
-        )
+        samplings = [s.sampling for r in self.records for s in r.episode.segments]
+        return min((s.top for s in samplings if not s.greedy), default=0)
 
 
 def choose_stage(folder: Path, run: Run, name: str | None) -> Reinforce:
@@ -140,8 +139,8 @@ def candidates(folder: Path, run: Run, stage: Reinforce) -> list[Weights]:
         Weights(c.name, c.folder, int(s["step"]), int(c.state["version"]), s.get("memory")) for c, s in checkpoints
     ]
     kept = folder / "kept"
-    for path in sorted(kept.glob(f"{stage.name}{KEPT_REFERENCE}*")):
-        weights.append(Weights(f"kept/{path.name}", path, int(path.name.rpartition("-")[2]), None))
+    references = sorted(kept.glob(f"{stage.name}{KEPT_REFERENCE}*"))
+    weights += [Weights(f"kept/{p.name}", p, int(p.name.rpartition("-")[2]), None) for p in references]
     if (last := kept / stage.name).is_dir():
         end = max(
             (f.index for f in run_reader.episode_files(folder) if f.stage == stage.name and f.kind == "train"),

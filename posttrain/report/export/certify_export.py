@@ -29,6 +29,7 @@ from posttrain.environment.templates.renderer import History
 from posttrain.record.certificate import ExportCertificate, ExportComparison, first_unlike
 from posttrain.record.checkpoint import Checkpoint
 from posttrain.record.run_reader import run_file
+from posttrain.report.export.export_reward import LIBRARIES
 from posttrain.report.export.recorded_prompts import (
     ComparedPrompt,
     generated_prompts,
@@ -104,6 +105,7 @@ def certify(learner: HFLearner, exported: ExportedRun, written: Path) -> ExportC
     # Prompts of the run's own record come first: they have the words and templates that matter to its user.
     recorded = recorded_prompts(exported.folder, int(rows), policy.context)  # type: ignore[arg-type]
     prompts = recorded or generated_prompts(policy.tokenizer, int(rows), policy.context)  # type: ignore[arg-type]
+    dtype = str(policy.dtype).removeprefix("torch.")
     compared = [
         _equal("tokenizer", len(policy.tokenizer), "tokens", policy.tokenizer_digest, reread.tokenizer_digest),
         _equal("chat template", 1, "template", policy.template_digest, reread.template_digest),
@@ -111,13 +113,13 @@ def certify(learner: HFLearner, exported: ExportedRun, written: Path) -> ExportC
         _equal("stop tokens", len(policy.stop_ids), "ids", sorted(policy.stop_ids), sorted(reread.stop_ids)),
         _from_checkpoint(learner, exported),
         *_fingerprint(learner, exported),
-        _same_record(learner, exported, str(policy.dtype).removeprefix("torch.")),
+        _same_record(learner, exported, dtype),
         _same_weights(comparable, reread, bool(exported.base)),
     ]
-    # With another vocabulary the answers cannot be computed on both sides. Then the comparison of the weights has
-    # found the difference already.
-    if _same_shapes(policy, reread):
+    # With another vocabulary there are no answers to compare, and the comparison of the weights has told it.
+    if rows == reread.inner.get_input_embeddings().weight.shape[0]:  # type: ignore[union-attr,operator]
         compared += _same_words(policy, learner, reread, prompts)
+    libraries = (*LIBRARIES, *(("peft",) if exported.base else ()))
     return ExportCertificate(
         made=exported.made,
         run=exported.identity,
@@ -126,17 +128,11 @@ def certify(learner: HFLearner, exported: ExportedRun, written: Path) -> ExportC
         weights=fingerprint(named_tensors(reread.inner)),
         tokenizer=reread.tokenizer_digest,
         template=reread.template_digest,
-        dtype=str(policy.dtype).removeprefix("torch."),
-        versions=_versions(bool(exported.base)),
+        dtype=dtype,
+        versions={"posttrain": VERSION, **{n: metadata.version(n) for n in libraries}},
         seconds=round(time.perf_counter() - began, 3),
         second_copy=sum(t.numel() * t.element_size() for _, t in named_tensors(reread.inner)),
     )
-
-
-def _versions(peft: bool) -> dict[str, str]:
-    """The versions of the libraries that read the export back."""
-    names = ("torch", "transformers", "tokenizers", "safetensors", *(("peft",) if peft else ()))
-    return {"posttrain": VERSION, **{n: metadata.version(n) for n in names}}
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
@@ -184,24 +180,19 @@ def _first_difference(ours: np.ndarray, theirs: np.ndarray | str) -> str:
 def _from_checkpoint(learner: HFLearner, exported: ExportedRun) -> ExportComparison:
     """The policy holds the weights (or the averages) of the checkpoint's files, bit for bit."""
     folder, wrong = exported.checkpoint.folder, list[str]()
-    weights, averages = SavedTensors(folder / WEIGHTS), SavedTensors(folder / _averages(exported))
+    # The file of the weights has no averages.
+    weights, averages = SavedTensors(folder / WEIGHTS), SavedTensors(folder / (OPTIMIZER if exported.ema else WEIGHTS))
     # With moving averages some tensors have an average; the others are the weights.
     averaged = [n.removeprefix(AVERAGE) for n in averages.shapes if n.startswith(AVERAGE)]
     for name, tensor in learner.parameters().items():
         file, key = (averages, AVERAGE + name) if name in averaged else (weights, name)
         # A tensor that the file lacks was never saved, so nothing says what it should be.
-        if name not in weights.shapes or not torch.equal(
-            file.tensor(key).to(tensor.device, tensor.dtype), tensor.detach()
-        ):
+        saved = file.tensor(key).to(tensor.device, tensor.dtype) if name in weights.shapes else None
+        if saved is None or not torch.equal(saved, tensor.detach()):
             wrong.append(name)
     which = "moving averages" if exported.ema else "weights"
     unlike = f"{first_unlike(wrong)} are not the {which} of the checkpoint" if wrong else ""
     return ExportComparison(f"{which} of checkpoint {exported.checkpoint.name}", len(weights.shapes), "tensors", unlike)
-
-
-def _averages(exported: ExportedRun) -> str:
-    """The file of a checkpoint that has the moving averages; else that of the weights, which has none."""
-    return OPTIMIZER if exported.ema else WEIGHTS
 
 
 def _fingerprint(learner: HFLearner, exported: ExportedRun) -> list[ExportComparison]:
@@ -217,20 +208,15 @@ def _same_record(learner: HFLearner, exported: ExportedRun, dtype: str) -> Expor
     what, version = "log-probs of the record", exported.checkpoint.state.get("version")
     run = run_file(exported.folder).run
     answers = recorded_answers(exported.folder, version) if isinstance(version, int) else []
-    stale, routers = getattr(run.engine, "update", "") == "stale", learner.routers() is not None
     # Each of these is a reason why the comparison would fail although nothing is wrong.
-    why = (
-        "moving averages sampled nothing"
-        if exported.ema
-        else "the record holds no answers of these weights"
-        if not answers
-        else "its caches may be of older weights (engine.update=stale)"
-        if stale
-        else "it does not hold which experts computed them"
-        if routers and any(s.routed is None for s in answers)
-        else ""
-    )
-    if why:
+    reasons = {
+        "moving averages sampled nothing": exported.ema,
+        "the record holds no answers of these weights": not answers,
+        "its caches may be of older weights (engine.update=stale)": getattr(run.engine, "update", "") == "stale",
+        "it does not hold which experts computed them": learner.routers() is not None
+        and any(s.routed is None for s in answers),
+    }
+    if why := next((reason for reason, holds in reasons.items() if holds), ""):
         return ExportComparison(what, 0, "tokens", notes={"not_compared": why})
     packed = Packed.of(answers)
     # By the same experts as the sampler, where it is a mixture.
@@ -247,12 +233,9 @@ def _same_record(learner: HFLearner, exported: ExportedRun, dtype: str) -> Expor
 
 
 def _comparable(policy: Policy, reread: ReloadedModel, alone: bool) -> Policy:
-    """The policy with the tensors that were written.
-
-    They differ from the policy's own where its base weights are held in few bits (`model.quantize`). A merged export
-    holds the float numbers for which these stand. If an adapter was written alone (`alone`), the base that is read back
-    is rounded as the run's was, so that only the adapter is compared.
-    """
+    """The policy with the tensors that were written. Where its base weights are held in few bits (`model.quantize`), a
+    merged export holds the float numbers for which these stand. If an adapter was written alone (`alone`), the base
+    that is read back is rounded as the run's was, so that only the adapter is compared."""
     kind = quantised_as(policy.module)
     if kind is None:
         return policy
@@ -299,18 +282,9 @@ def _same_weights(policy: Policy, reread: ReloadedModel, alone: bool) -> ExportC
 
 def _equal_tensors(what: str, ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> ExportComparison:
     """A comparison of named tensors, which must have the same names, types and bits."""
-    wrong = [
-        n
-        for n in sorted({*ours, *theirs})
-        if n not in ours or n not in theirs or ours[n].dtype != theirs[n].dtype or not torch.equal(ours[n], theirs[n])
-    ]
+    same = {n for n in ours.keys() & theirs.keys() if ours[n].dtype == theirs[n].dtype}
+    wrong = [n for n in sorted({*ours, *theirs}) if n not in same or not torch.equal(ours[n], theirs[n])]
     return ExportComparison(what, len(ours), "tensors", f"{first_unlike(wrong)} differ from the run" if wrong else "")
-
-
-def _same_shapes(policy: Policy, reread: ReloadedModel) -> bool:
-    """True where the two models have the same vocabulary, so that their answers can be compared."""
-    ours, theirs = (m.get_input_embeddings().weight.shape[0] for m in (policy.module, reread.inner))  # type: ignore[union-attr,operator]
-    return bool(ours == theirs)
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

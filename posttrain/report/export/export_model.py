@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from posttrain.build.build_reward_models import with_reward_head
 from posttrain.build.open_model import adapter_base, kept_policy
@@ -22,7 +22,7 @@ from posttrain.engine.files.reward_folder import write_reward_model
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.model.policy_model import Policy
 from posttrain.record.certificate import CERTIFICATE, FAILED, ExportCertificate, file_digests
-from posttrain.record.checkpoint import find
+from posttrain.record.checkpoint import Checkpoint, find
 from posttrain.record.lineage import LineageLink, check_links
 from posttrain.record.run_reader import run_file
 from posttrain.report.export.certify_export import ExportedRun, certify, check_memory
@@ -31,9 +31,6 @@ from posttrain.report.export.model_card import model_card
 from posttrain.role.weights.saved_weights import load_average, load_weights
 from posttrain.system.errors import ConfigError, InvariantError, RunFolderError
 from posttrain.system.files import full, share
-
-if TYPE_CHECKING:
-    from posttrain.record.checkpoint import Checkpoint
 
 UNVERIFIED = ".unverified"
 """The folder inside the target in which files lie until they are certified."""

@@ -33,6 +33,8 @@ from posttrain.role.learning.logprob_tolerance import READ
 from posttrain.system.errors import DataError
 from posttrain.system.version import VERSION
 
+LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors")
+"""The libraries that read an export back."""
 SEQUENCES = 6
 """Sequences that are scored, of different lengths."""
 BOUNDS = {"float32": 1e-5, "float64": 1e-9}
@@ -67,19 +69,11 @@ def certify_scores(policy: Policy, written: Path, made: str, identity: str, chec
         first_line = (str(error).strip().splitlines() or ["no reason given"])[0]
         what = f"{type(error).__name__}: {first_line}"
         raise DataError(f"{written}: what was exported cannot be read back ({what})") from error
-    compared = [
-        ExportComparison(
-            f"scores{where}",
-            len(packed.ids_N),
-            "tokens",
-            ""
-            if (gap := float(np.abs(theirs - ours).max())) <= bound
-            else f"a score differs by {gap:.3g} (bound {bound:.2g})",
-            gap,
-            bound,
-        )
-        for where, theirs in scores_by_way.items()
-    ]
+    compared: list[ExportComparison] = []
+    for where, theirs in scores_by_way.items():
+        gap = float(np.abs(theirs - ours).max())
+        unlike = "" if gap <= bound else f"a score differs by {gap:.3g} (bound {bound:.2g})"
+        compared.append(ExportComparison(f"scores{where}", len(packed.ids_N), "tokens", unlike, gap, bound))
     return ExportCertificate(
         made=made,
         run=identity,
@@ -89,10 +83,7 @@ def certify_scores(policy: Policy, written: Path, made: str, identity: str, chec
         tokenizer=policy.tokenizer_digest,
         template=policy.template_digest,
         dtype=dtype,
-        versions={
-            "posttrain": VERSION,
-            **{n: metadata.version(n) for n in ("torch", "transformers", "tokenizers", "safetensors")},
-        },
+        versions={"posttrain": VERSION, **{n: metadata.version(n) for n in LIBRARIES}},
         seconds=round(time.perf_counter() - began, 3),
         second_copy=sum(t.numel() * t.element_size() for _, t in named_tensors(module)),
     )

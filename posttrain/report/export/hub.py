@@ -35,12 +35,8 @@ def repository_of(target: str | Path) -> str:
 
 
 def ready(target: str | Path) -> None:
-    """Find out in a few seconds whether a push can work at all: a name, a token, and a hub that can be reached.
-
-    Raises:
-        ConfigError: the name is wrong, there is no token, or HF_HUB_OFFLINE is set.
-        DataError: the hub cannot be reached.
-    """
+    """Find out in a few seconds whether a push can work at all. Raises ConfigError where the name is wrong, there is no
+    token, or HF_HUB_OFFLINE is set, and DataError where the hub cannot be reached."""
     # In the order of cost: the name, the settings, and only then the network.
     repository_of(target)
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
@@ -109,12 +105,14 @@ def _unreachable(address: str) -> str:
     # Behind a proxy a direct connection fails although a push would work.
     if any(os.environ.get(n) or os.environ.get(n.lower()) for n in ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY")):
         return ""
+    host, port = None, 0
     try:
         parts = urlsplit(address)
-        host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+        if parts.scheme in ("http", "https"):
+            host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
     except ValueError:  # a port that is no number, or a bracket that is not closed
-        parts, host, port = None, None, 0
-    if parts is None or parts.scheme not in ("http", "https") or not host:
+        pass
+    if not host:
         raise ConfigError(f"HF_ENDPOINT={address}: no address of a hub, which begins with https://")
     outcome: list[str] = []
 

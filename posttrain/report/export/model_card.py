@@ -10,7 +10,7 @@ import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,11 +126,8 @@ def _held_out(folder: Path, run: Run, record: Sequence[Step], stage: Stage) -> H
     names = [s.name for s in stages_to(run, stage)]
     # Of this stage the evaluations up to the exported step count, of the stages before it all.
     last = max((s.index for s in record if s.stage == stage.name), default=0)
-    evaluations = [
-        f
-        for f in episode_files(folder)
-        if f.kind == "eval" and f.stage in names and (f.stage != stage.name or f.index <= last) and f.path.is_file()
-    ]
+    evaluations = [f for f in episode_files(folder) if f.kind == "eval" and f.stage in names and f.path.is_file()]
+    evaluations = [f for f in evaluations if f.stage != stage.name or f.index <= last]
     if not evaluations:
         return None
     file = max(evaluations, key=lambda f: (names.index(f.stage), f.index))
@@ -162,11 +159,9 @@ def _front(run: Run, used: Sequence[Stage], result: HeldOutResult | None) -> lis
     path = run.model.path or ""
     # A folder of this machine with a slash in its name is no id of the hub.
     on_hub = HUB_ID.fullmatch(path) and not Path(path).exists()
-    algorithms = [s.algorithm_name for s in used if s.algorithm_name]
-    reward = any(isinstance(s, Reinforce) for s in used)
-    preferences = any(isinstance(s, PREFERENCES) for s in used)
-    kinds = [*(["reinforcement-learning"] if reward else []), *(["preference-optimization"] if preferences else [])]
-    tags = ["posttrain", *kinds, *algorithms]
+    kinds = {"reinforcement-learning": Reinforce, "preference-optimization": PREFERENCES}
+    tags = ["posttrain", *(tag for tag, kind in kinds.items() if any(isinstance(s, kind) for s in used))]
+    tags += [s.algorithm_name for s in used if s.algorithm_name]
     return [
         "---",
         "library_name: transformers",
@@ -291,16 +286,8 @@ def _measured(result: HeldOutResult | None) -> list[str]:
 
 
 def _settings(run: Run) -> list[str]:
-    tree = json.dumps(to_plain(run), indent=1, ensure_ascii=True)
-    return [
-        "## Settings",
-        "",
-        "<details><summary>the whole run</summary>",
-        "",
-        *block(local_names(tree), "json"),
-        "",
-        "</details>",
-    ]
+    tree = block(local_names(json.dumps(to_plain(run), indent=1, ensure_ascii=True)), "json")
+    return ["## Settings", "", "<details><summary>the whole run</summary>", "", *tree, "", "</details>"]
 
 
 def _versions(facts: Mapping[str, Any]) -> list[str]:
@@ -318,20 +305,12 @@ def _checks(used: Sequence[Stage], record: Sequence[Step]) -> list[str]:
         out.append(
             f"- {code(s.name)}: {names or 'none'}, over {taken} steps" if taken else f"- {code(s.name)}: no step"
         )
-    notes = list(_notes(used, record))
+    stages = {s.name for s in used}
+    # In the order in which they were first given.
+    notes = Counter(note for step in record if step.stage in stages for note in step.notes)
     out += ["", f"A failed check stops a run, so none failed. Notes said meanwhile: {len(notes) or 'none'}."]
-    out += [f"- {count} x {code(text)}" for text, count in notes[:MOST_NOTES]]
+    out += [f"- {count} x {code(text)}" for text, count in [*notes.items()][:MOST_NOTES]]
     return out
-
-
-def _notes(used: Sequence[Stage], record: Sequence[Step]) -> Iterator[tuple[str, int]]:
-    """(note, at how many steps it was given) for each different note of these stages."""
-    names = {s.name for s in used}
-    counts: dict[str, int] = {}
-    for step in record:
-        for note in step.notes if step.stage in names else ():
-            counts[note] = counts.get(note, 0) + 1
-    yield from counts.items()
 
 
 def _again(facts: Mapping[str, Any], run: Run) -> list[str]:

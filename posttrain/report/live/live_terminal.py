@@ -33,13 +33,8 @@ LINES_A_SECOND, TABLES_A_SECOND = 10, 4
 
 
 class RoleProgress(Progress):
-    """The live line, with the table of roles below it.
-
-    A thread of its own draws both, so the table goes on while the learner computes.
-
-    Args:
-        roles: None: there is no table.
-    """
+    """The live line, with the table of roles below it, where there is one. A thread of its own draws both, so the table
+    goes on while the learner computes."""
 
     def __init__(self, columns: tuple[ProgressColumn, ...], console: PlainConsole, roles: RoleWatch | None) -> None:
         self._roles = roles
@@ -103,10 +98,10 @@ class Terminal:
                 same_step = f"{self._measured}, " if self._measured and self._measured_at == step.index else ""
                 self._measured, self._measured_at = same_step + words(step.gauges[name].mean), step.index
         known_total = None if self._open_ended(step) else total
+        count = _count(step.index, known_total)
         if self._line is not None:
             self._line.update(step.stage, step.index, known_total, f"{self._facts(step)}{self._left(step, total)}")
         elif self._bar is not None and self._task is not None:
-            count = _count(step.index, known_total)
             self._bar.update(self._task, completed=step.index, total=known_total, count=count, facts=self._facts(step))
         # In a log a line is printed for the last step, for a measured one, and otherwise every few seconds.
         elif (
@@ -115,7 +110,6 @@ class Terminal:
             or time.monotonic() - self._printed > PLAIN_EVERY
         ):
             self._printed = time.monotonic()
-            count = _count(step.index, known_total)
             self.console.print(f"{step.stage} {count}  {self._facts(step)}{self._left(step, total)}")
         for note in self._once.new(step):
             self.say(f"  {noted(step, note)}")
@@ -186,11 +180,8 @@ class Terminal:
         words += [f"loss {g[n].mean:.3f}" for n in LOSSES if n in g]
         if "preference/accuracy" in g:
             words.append(f"ordered as judged {g['preference/accuracy'].mean:.1%}")
-        words += [
-            f"{what} {g[f'rollout/{what}'].mean:.1%}"
-            for what in ("failed", "abstained")
-            if f"rollout/{what}" in g and g[f"rollout/{what}"].sum
-        ]
+        unjudged = {what: g.get(f"rollout/{what}") for what in ("failed", "abstained")}
+        words += [f"{what} {x.mean:.1%}" for what, x in unjudged.items() if x is not None and x.sum]
         if self._measured:
             words.append(self._measured + (f" (step {self._measured_at})" if self._measured_at != step.index else ""))
         spent = time.monotonic() - self._begun
