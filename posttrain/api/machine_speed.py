@@ -1,7 +1,9 @@
-"""`posttrain plan --probe`: measures the speed of this machine's device, once, in about five seconds. Four figures are
-kept in the cache folder, with versions and date: the arithmetic of a large product (operations a second), the reading
-of memory (bytes a second), the seconds that a pass of a small model takes besides these two, and the bytes of the
-device's memory."""
+"""`posttrain plan --probe`: measures the speed of this machine's device, once, in about five seconds.
+
+Four figures are kept in the cache folder, with versions and date: the arithmetic of a large product (operations a
+second), the reading of memory (bytes a second), the seconds that a pass of a small model takes besides these two, and
+the bytes of the device's memory.
+"""
 
 from __future__ import annotations
 

@@ -198,8 +198,10 @@ def model_shape(model: Model) -> tuple[ModelShape, int]:
 def _chosen(
     run: Run, given: frozenset[str], shape: ModelShape, positions: int, where: Hardware, recipe: bool
 ) -> tuple[Run, tuple[str, ...]]:
-    """The run with the settings that `posttrain run` would choose for this model on this machine. Of a run that is no
-    recipe it chooses none. Here only the device is taken from the machine that is planned."""
+    """The run with the settings that `posttrain run` would choose for this model on this machine.
+
+    Of a run that is no recipe it chooses none. Here only the device is taken from the machine that is planned.
+    """
     if run.model.path is None:
         return run, ()
     size = ModelSize(

@@ -111,7 +111,11 @@ def _of_policy(
     renderer: PairRenderer,
     context: int,
 ) -> TransferReport:
-    """The report on the answers of one policy. ConfigError where no two answers to a prompt differ in worth."""
+    """The report on the answers of one policy.
+
+    Raises:
+        ConfigError: no two answers to a prompt differ in worth.
+    """
     from posttrain.stages.preference.judged_batches import AgreementReport
     from posttrain.stages.reward_model.reward_model_batches import scored_answers
 

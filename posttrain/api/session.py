@@ -276,8 +276,11 @@ def note_session(book: RunFolder, checkpoint: Checkpoint | None) -> tuple[str, .
 
 
 def session_policy(request: RunRequest, blank: Policy | None = None) -> Policy:
-    """The policy of the run; `blank` if its model is not loaded in this process. A resumed branch has its model in its
-    own folder. Only if it was interrupted before it kept the weights of its start, the other run is read once more."""
+    """The policy of the run; `blank` if its model is not loaded in this process.
+
+    A resumed branch has its model in its own folder. Only if it was interrupted before it kept the weights of its
+    start, the other run is read once more.
+    """
     run, book, checkpoint = request.run, request.book, request.checkpoint
     if book is None:
         return make_policy(run, request.environment, request.others, blank=blank)

@@ -27,7 +27,10 @@ REWARD_LINE = (
 
 def check_environment(env: Environment, stages: Sequence[Stage], config: Env) -> None:
     """Raises ConfigError for a stage that needs demonstrations, judgements or verdicts which its environment cannot
-    give. Verdicts may also come from the reward models of the environment's configuration."""
+    give.
+
+    Verdicts may also come from the reward models of the environment's configuration.
+    """
     abilities = declared(env)
     texts = abilities.demonstrations
     styles = texts.styles if texts is not None else ()
@@ -83,8 +86,11 @@ def make_environment(run: Run, objects: RuntimeObjects = RuntimeObjects()) -> En
 
 
 def own_environments(run: Run, env: Environment, objects: RuntimeObjects = RuntimeObjects()) -> dict[str, Environment]:
-    """The environments of stages that have their own, by the stage's name. Stages with equal settings share one object,
-    which may also be `env`: two stages have the same environment exactly if their objects are identical."""
+    """The environments of stages that have their own, by the stage's name.
+
+    Stages with equal settings share one object, which may also be `env`. So two stages have the same environment
+    exactly if their objects are identical.
+    """
     built: list[tuple[Env, Environment]] = [(run.env, env)]
     out: dict[str, Environment] = {}
     try:

@@ -1,5 +1,7 @@
-"""The policy of a target: a run folder with its own model and tokenizer files, a model directory or a hub id. Also what
-a run folder keeps of its policy, and the check that these files are still the ones of the run."""
+"""The policy of a target: a run folder with its own model and tokenizer files, a model directory or a hub id.
+
+Also what a run folder keeps of its policy, and the check that these files are still the ones of the run.
+"""
 
 from __future__ import annotations
 

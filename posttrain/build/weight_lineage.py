@@ -1,6 +1,8 @@
-"""The lineage of weights: the models, data and code that they come from, as run.json and lineage.json record them. It
-is a list of links, from the base model over earlier runs to this run. This file makes the link of a run, checks that it
-fits the links before it, and removes the paths of this machine from names."""
+"""The lineage of weights: the models, data and code that they come from, as run.json and lineage.json record them.
+
+A lineage is a list of links, from the base model over earlier runs to this run. This file makes the link of a run,
+checks that it fits the links before it, and removes the paths of this machine from names.
+"""
 
 from __future__ import annotations
 
@@ -286,8 +288,10 @@ def _same_as_written(folder: Path, links: Iterable[LineageLink]) -> None:
 
 
 def _parent_is_there(folder: Path, file: RunFile) -> None:
-    """Raises RunFolderError if the run with which this one began is still there, and its checkpoint has changed. Only
-    for a run that this user made on this machine, because the other folder is outside this one."""
+    """Raises RunFolderError if the run with which this one began is still there, and its checkpoint has changed.
+
+    Only for a run that this user made on this machine, because the other folder is outside this one.
+    """
     origin = object_of(file.facts.get("branched_from"))
     if not origin or provenance.recall(file.identity) is None or not is_run(str(origin.get("run"))):
         return
@@ -316,8 +320,11 @@ def sessions(folder: Path) -> list[dict[str, Any]]:
 
 
 def write_lineage(folder: Path, begun_from: str | None = None) -> None:
-    """Write lineage.json of a run folder anew, up to its last checkpoint. `begun_from`: set where a session begins now:
-    the name of the checkpoint from which it goes on, '' without one."""
+    """Write lineage.json of a run folder anew, up to its last checkpoint.
+
+    Args:
+        begun_from: set where a session begins now: the name of the checkpoint from which it goes on, '' without one.
+    """
     kept = sessions(folder)
     if begun_from is not None:
         # Only the newest are kept, so that the file of a run that is resumed very often does not grow for ever.

@@ -60,7 +60,11 @@ class Lora:
 
 
 def goes_on(asked: Lora | None, saved: Lora, where: str) -> Lora:
-    """The adapter of a model that has one already: that one goes on. ConfigError where another one is asked for."""
+    """The adapter of a model that has one already: that one goes on.
+
+    Raises:
+        ConfigError: another one is asked for.
+    """
     if asked not in (None, saved):
         raise ConfigError(
             f"{where}: there is an adapter already ({saved.words()}), and it is trained further. Leave model.lora out;"

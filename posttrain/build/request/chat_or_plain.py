@@ -25,8 +25,10 @@ their difference says little. And at least `SURE` standard errors above 0."""
 
 
 def other_form(parts: RunParts, env: Environment, tasks: Sequence[Task]) -> list[str]:
-    """A note where the known answers are far likelier after the same prompts in the other form. It needs a chat
-    template, and completions or right answers of one turn. Nothing is sampled."""
+    """A note where the known answers are far likelier after the same prompts in the other form.
+
+    It needs a chat template, and completions or right answers of one turn. Nothing is sampled.
+    """
     if not getattr(getattr(parts.renderer, "tokenizer", None), "chat_template", None):
         return []
     known = answers(env, tasks)

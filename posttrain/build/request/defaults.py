@@ -251,9 +251,11 @@ class Choices:
         return max(1.0, 0.9 * self.where.memory - self.needed)
 
     def _pass_bytes(self, again: bool) -> float:
-        """Bytes that a token takes in a forward and backward pass, about: a layer keeps about 16 hidden states and 4
-        inner ones of the feed-forward part. With gradient checkpointing (`again`) only one layer keeps them at a time,
-        and each layer keeps one hidden state."""
+        """Bytes that a token takes in a forward and backward pass, about.
+
+        A layer keeps about 16 hidden states and 4 inner ones of the feed-forward part. With gradient checkpointing
+        (`again`) only one layer keeps them at a time, and each layer keeps one hidden state.
+        """
         assert self.size is not None
         layer = 16 * self.size.hidden + 4 * self.size.ffn
         kept = layer * self.size.layers if not again else layer + self.size.hidden * self.size.layers

@@ -1,6 +1,8 @@
-"""A run that goes on with other settings: `posttrain run --resume RUN rl.steps=200`. The table `ALLOWED` has the
-settings that may change. All others stay, because the steps so far were taken with them; a new run that begins with the
-weights of this one may change anything (`model=RUN`, see `build.request.branch`)."""
+"""A run that goes on with other settings: `posttrain run --resume RUN rl.steps=200`.
+
+The table `ALLOWED` has the settings that may change. All others stay, because the steps so far were taken with them. A
+new run that begins with the weights of this one may change anything (`model=RUN`, see `build.request.branch`).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Digests of the inputs that a run reads by path, and which of them changed before a resume. Every setting that names a
-file, a folder or a model counts (`Ask.reads`), with the modules beside a Python file that it imports, and so do the
-tasks that the environments give. A hub id counts by its revision in the cache. What a user's code opens by itself is
-not known."""
+"""Digests of the inputs that a run reads by path, and which of them changed before a resume.
+
+Every setting that names a file, a folder or a model counts (`Ask.reads`), with the modules beside a Python file that it
+imports, and so do the tasks that the environments give. A hub id counts by its revision in the cache. What a user's
+code opens by itself is not known.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """Rules that choose which of a prompt's judged completions are kept, to be imitated. Each rule is a type that owns its
-numbers. It reads the raw rewards of one prompt's completions and nothing else. Completions that could not be judged,
-and those that were cut off, never reach it (`role.learning.rejection_selection`)."""
+numbers.
+
+A rule reads the raw rewards of one prompt's completions and nothing else. Completions that could not be judged, and
+those that were cut off, never reach it (`role.learning.rejection_selection`).
+"""
 
 from __future__ import annotations
 

@@ -43,8 +43,11 @@ class SavedAdapter:
 
 
 def saved_adapter(path: str | Path) -> SavedAdapter | None:
-    """The adapter in a directory that holds no model of its own; None where there is no such directory. DataError where
-    it is damaged, or of a kind that cannot be trained on here."""
+    """The adapter in a directory that holds no model of its own; None where there is no such directory.
+
+    Raises:
+        DataError: it is damaged, or of a kind that cannot be trained on here.
+    """
     folder = Path(path).expanduser()
     # A directory with a config.json is a model. Both files together are refused elsewhere (locate_model), because
     # transformers would load the adapter silently.

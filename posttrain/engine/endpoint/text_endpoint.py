@@ -88,7 +88,10 @@ class TextDialogue:
 
 class TextSampler(EndpointSampler):
     """`core.ports.Sampler` over text. A turn ends where the endpoint ends it, so the contract's stop ids must be ().
-    `way`: chat sends messages, and a plain prompt as a user's message; completions sends plain text to continue."""
+
+    Args:
+        way: chat sends messages, and a plain prompt as a user's message; completions sends plain text to continue.
+    """
 
     def __init__(
         self,

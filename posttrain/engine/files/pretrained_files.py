@@ -30,8 +30,10 @@ def read_pretrained(
     path: str, dtype: torch.dtype, trust_remote_code: bool, kind: Any = AutoModelForCausalLM
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, list[str]]:
     """(module on CPU with attention "posttrain", tokenizer, notes for people), from a local directory or a hub id.
-    Nothing is downloaded where `path` is a directory. Missing weights are refused; transformers would initialize them
-    randomly."""
+
+    Nothing is downloaded where `path` is a directory. Missing weights are refused; transformers would
+    initialize them randomly.
+    """
     where = locate(path)
     attention.register()
     with quiet():
@@ -55,8 +57,10 @@ def read_skeleton(path: str, trust_remote_code: bool) -> tuple[PreTrainedConfig,
 def read_tokenizer(
     path: str, trust_remote_code: bool = False
 ) -> tuple[PreTrainedTokenizerFast, GenerationConfig | None]:
-    """(tokenizer, generation config) of a local directory or hub id. Reads no weights. The generation config is read
-    from its file, else derived from config.json, else it is None."""
+    """(tokenizer, generation config) of a local directory or hub id. Reads no weights.
+
+    The generation config is read from its file, else derived from config.json, else it is None.
+    """
     folder = Path(path).expanduser()
     # A folder with a tokenizer alone is enough here, and `locate` would ask for a model in it.
     if folder.is_dir():

@@ -29,8 +29,10 @@ INF = float("-inf")
 
 
 class Ragged:
-    """A run of ids for each spoken token: `ids[start_M : start_M + count_M]`. Runs may share ids: ids [7, 8, 9], start
-    [0, 0], count [1, 3] are {7} for the first token and {7, 8, 9} for the second."""
+    """A run of ids for each spoken token: `ids[start_M : start_M + count_M]`. Runs may share ids.
+
+    Worked example: ids [7, 8, 9], start [0, 0], count [1, 3] are {7} for the first token and {7, 8, 9} for the second.
+    """
 
     def __init__(self, ids: np.ndarray, start_M: np.ndarray, count_M: np.ndarray, device: torch.device) -> None:
         # All runs laid end to end have sum(count) entries. Entry e belongs to the token m with before[m] <= e <

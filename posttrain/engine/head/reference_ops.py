@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
     """q [B, H, L, D], k and v [B, K, T, D] -> [B, H, L, D]; causal where no mask [L, T] is given, which needs L == T.
-    With a softcap the scores become softcap * tanh(s / softcap). The softmax is in float32 at least."""
+
+    With a softcap the scores become softcap * tanh(s / softcap). The softmax is in float32 at least.
+    """
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)

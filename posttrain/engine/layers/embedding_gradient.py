@@ -99,7 +99,11 @@ class LookedUp(torch.autograd.Function):
 
 
 class LookUp:
-    """The look-up of a model's embedding. `shared`: whether the head reads the same weight."""
+    """The look-up of a model's embedding.
+
+    Args:
+        shared: whether the head reads the same weight.
+    """
 
     def __init__(self, embedding: nn.Embedding, shared: bool) -> None:
         self._embedding, self._shared = embedding, shared

@@ -69,8 +69,11 @@ class SeparateRows:
 def rows_alone(
     out: ReadOut, ids_N: np.ndarray, lengths_S: np.ndarray, wanted_M: np.ndarray, layout: RowLayout, most: int = 0
 ) -> Tensor:
-    """[M, hidden]: hidden states at the packed positions `wanted_M`, each segment computed in a row of its own. `most`:
-    most positions of one batch; 0: a bucket is one batch, however large."""
+    """[M, hidden]: hidden states at the packed positions `wanted_M`, each segment computed in a row of its own.
+
+    Args:
+        most: most positions of one batch; 0: a bucket is one batch, however large.
+    """
     # place_N gives for each packed position its row in the padded batches, laid end to end.
     starts_S = np.cumsum(lengths_S) - lengths_S
     place_N = np.empty(len(ids_N), np.int64)

@@ -41,6 +41,10 @@ def prove_layers(
     """Compare fused layers with the model's own: hidden states, and gradients of the first layer. Every rank calls it.
     Leaves no gradient.
 
+    Args:
+        inside: runs a function where weights are whole.
+        rank_parts: the rank's part of every trainable parameter.
+
     Raises:
         EngineError: they differ by more than rounding, on every rank.
     """

@@ -93,8 +93,10 @@ def ending_with_parent() -> Iterator[None]:
 
 
 def _end_after_server(server: int, parent: int, folder: str | None) -> None:
-    """Runs in a process of its own: when the server has ended, in whatever way, end what is left of its group. The
-    folder holds the server's log, which the run may still read, so it is removed only when the run has ended too."""
+    """Runs in a process of its own: when the server has ended, in whatever way, end what is left of its group.
+
+    The folder holds the server's log, which the run may still read. So it is removed only when the run has ended too.
+    """
     os.setsid()  # it leaves the group that it will end
     # SIGUSR1 is blocked before the kernel is asked for it, so that a signal which comes at once waits for `sigwait`.
     # The other signals are meant for the server, and must not end the process that cleans up after it.

@@ -63,7 +63,10 @@ def arguments(
     policy: Policy, folder: str, slots: int, cache_bytes: int, eager: bool, workers: int = 1
 ) -> dict[str, Any]:
     """vLLM's engine arguments for one policy. Those of the log-prob contract are in `build` and `launch.NEEDED`.
-    `cache_bytes`: bytes of the key-value cache of all workers together. vLLM is told the bytes of one worker."""
+
+    Args:
+        cache_bytes: bytes of the key-value cache of all workers together. vLLM is told the bytes of one worker.
+    """
     several = {"tensor_parallel_size": workers, "distributed_executor_backend": "mp"} if workers > 1 else {}
     return {
         "model": folder,

@@ -81,7 +81,10 @@ class VLLMServer(VLLMSampler):
         self, ids: np.ndarray, sampling: Sampling, place: int, *, heard: TokenCallback | None = None
     ) -> SampledTurn:
         """Continue int32 [T] `ids` by one turn; see `core.ports.Sampler`. Cancelling the call closes the connection,
-        and the server then aborts the request. `heard` is called once, with the whole turn, when it has ended."""
+        and the server then aborts the request.
+
+        heard: called once, with the whole turn, when it has ended.
+        """
         o = check_request(ids, sampling, place, self._capabilities)
         # The gate knows of this run's turns only. Another program that asks the same server is not held back.
         async with self._gate.turn(stays=self.inflight):

@@ -40,10 +40,18 @@ class Updates:
             hot.refuse(self._ask("posttrain_places", list(hot.shapes))[0]["missing"])
 
     def load(self, version: int, tensors: list[tuple[str, Tensor]], *, running: bool = False) -> str:
-        """Serve these tensors as `version`; returns the fingerprint of what is then served. Where all weights train and
-        other ones are served than were sent, it is a text that equals no fingerprint, and the learner's side refuses
-        it. EngineError where an adapter is served with other numbers than were sent (`HotLoad.confirm`).
-        `running`: whether turns are under way. They stand still, and then compute their keys and values again."""
+        """Serve these tensors as `version`; returns the fingerprint of what is then served.
+
+        Where all weights train and other ones are served than were sent, it is a text that equals no fingerprint, and
+        the learner's side refuses it.
+
+        Args:
+            running: whether turns are under way. They stand still meanwhile, and then compute their keys and values
+                again.
+
+        Raises:
+            EngineError: an adapter is served with other numbers than were sent (`HotLoad.confirm`).
+        """
         engine, hot = self._engine, self._hot
         if hot is None:
             engine.collective_rpc("start_weight_update")

@@ -58,7 +58,10 @@ class Verifiers(SingleTurn):
     @staticmethod
     def of(env_id: str, args: Mapping[str, Scalar], **common: Any) -> Verifiers:
         """Load it by the name of its installed module, or from a file: `verifiers:my_env`, `verifiers:path/my_env.py`.
-        ConfigError if the package, the environment or an argument is missing, or its rubric needs whole groups."""
+
+        Raises:
+            ConfigError: the package, the environment or an argument is missing, or its rubric needs whole groups.
+        """
         package()
         with _signals_stay():
             inner = _loaded(env_id, dict(args))

@@ -127,7 +127,10 @@ Round = list[tuple[Task, tuple[str, ...]]]
 
 def questions(pairs: Sequence[tuple[Task, Task, Sequence[tuple[str, ...]]]]) -> tuple[Round, Round, Round]:
     """Three rounds of the same texts, entry by entry: for a task, for another task, and for the first task with the
-    answer of the other. `pairs`: (task, other task, right answers, which are tried together with `TEXTS`)."""
+    answer of the other.
+
+    `pairs`: (task, other task, right answers as turns, which are tried together with `TEXTS`).
+    """
     texts = [(a, b, text) for a, b, right in pairs[:PAIRS] for text in (*right, *((t,) for t in TEXTS))]
     return (
         [(a, text) for a, _, text in texts],

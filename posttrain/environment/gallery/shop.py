@@ -181,8 +181,10 @@ class Shop(GeneratedTasks, ToolWorld):
     def _slips(
         self, info: Mapping[str, Any], rng: np.random.Generator
     ) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-        """(changes to what is looked up, changes to what is done), for each part of the task. Every part is wrong: a
-        policy that imitates each part separately could not learn which one is."""
+        """(changes to what is looked up, changes to what is done), for each part of the task.
+
+        Every part is wrong, because a policy that imitates each part separately could not learn which one is wrong.
+        """
         for looked_up, detail, others in (("item", "n", range(1, MOST + 1)), ("day", "errand", ERRANDS)):
             if detail in info and rng.random() < 0.5:
                 yield {}, {detail: _another(rng, others, info[detail])}

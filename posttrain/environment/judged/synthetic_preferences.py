@@ -131,8 +131,10 @@ class Taste:
     def _written(
         self, task: Task, count: int, weights: Mapping[str, float], rng: np.random.Generator, write: Writer
     ) -> tuple[list[str], list[float]]:
-        """(different completions, the utility of each to this annotator). With temperature 0 no two are equal, because
-        nothing would decide which completion is better."""
+        """(different completions, the utility of each to this annotator).
+
+        With temperature 0 no two utilities are equal, because nothing would decide which completion is better.
+        """
         texts: list[str] = []
         values: list[float] = []
         for _ in range(TRIES):

@@ -160,7 +160,10 @@ class Chat:
 
     def after(self, history: Sequence[Message], said: str, new: Sequence[Message], tools: Tools = ()) -> TurnEnding:
         """The text that the template writes after the turn `said` if `new` messages follow, and the turn as a message.
-        DataError if it refuses the messages, or changes text before or in the turn."""
+
+        Raises:
+            DataError: it refuses the messages, or changes text before or in the turn.
+        """
         before = self.render(history, generate=True, tools=tools)
         problems: list[DataError] = []
         for call_count in _call_counts(new):

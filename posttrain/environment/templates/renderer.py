@@ -166,7 +166,10 @@ class Renderer:
 
     def spell(self, word: str) -> tuple[tuple[int, ...], ...]:
         """The token sequences of a word: alone, and after a space if the space becomes part of its first token.
-        ConfigError if this tokenizer cannot write it."""
+
+        Raises:
+            ConfigError: this tokenizer cannot write it.
+        """
         alone = self._written(word)
         if alone is None:
             raise ConfigError(

@@ -142,8 +142,10 @@ class Toolbox:
 
 
 class Toolboxes(Toolbox):
-    """Several toolboxes as one. The state maps the name of each class, in lower case, to its state. ConfigError if two
-    of them have a tool of the same name."""
+    """Several toolboxes as one. The state maps the name of each class, in lower case, to its state.
+
+    Raises ConfigError if two of them have a tool of the same name.
+    """
 
     def __init__(self, boxes: Sequence[Toolbox]) -> None:
         self._boxes = tuple(boxes)

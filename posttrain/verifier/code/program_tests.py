@@ -184,8 +184,10 @@ def _of_data_set(column: Any, shared: Mapping[str, Any], where: str) -> Any:
 def _data_set_test(
     test: Mapping[str, Any], settings: Mapping[str, Any], wrapped: bool, where: str
 ) -> CallTest | dict[str, str]:
-    """One test of a public data set, as a call or as `stdin` and `stdout`. `settings`: the test with what is said of
-    all tests. `wrapped`: an output `[v]` may mean the value v."""
+    """One test of a public data set, as a call or as `stdin` and `stdout`.
+
+    `settings`: the test together with what is said of all tests. `wrapped`: an output `[v]` may mean the value v.
+    """
     name = settings.get("fn_name") or settings.get("func_name")
     if (settings.get("testtype") or ("functional" if name else "stdin")) != "functional":
         return {"stdin": _lines(test["input"]), "stdout": _lines(test["output"])}

@@ -279,8 +279,10 @@ def _cell(text: str, at: int) -> str:
 
 
 def _after_phrase(text: str, below: bool) -> str:
-    """The answer after a phrase: the formulas that come first, else the answer at the start of the line. `below`: the
-    phrase ended its line, so what follows may be the only point of a list."""
+    """The answer after a phrase: the formulas that come first, else the answer at the start of the line.
+
+    `below`: the phrase ended its line. Then what follows may be the only point of a list.
+    """
     # A displayed formula of up to 500 characters may stand below the phrase.
     text = re.sub(r"^[*_\s]*(?:[.…]+\s+)?(?:```\w*\s+)?", "", text[: 4 * LONGEST_LINE])
     if below and _POINT.match(text):

@@ -31,8 +31,11 @@ WITNESS = ("2\\sqrt{2}", "\\boxed{\\sqrt{8}}")
 
 @dataclass(frozen=True)
 class MathSource:
-    """1 if the response's final answer equals the task's answer, else 0. A task whose answer cannot be read is refused
-    when the run is built; if the tasks are endless, its verdict is `failed`."""
+    """1 if the response's final answer equals the task's answer, else 0.
+
+    A task whose answer cannot be read is refused when the run is built. If the tasks are endless, its verdict is
+    `failed`.
+    """
 
     weight: float
     pool: WorkerPool = field(repr=False)
@@ -113,8 +116,11 @@ class MathSource:
 
 
 def math_source(weight: float = 1.0, workers: int = 0, timeout: float | None = None) -> MathSource:
-    """The reward with its pool. Its processes start with the first comparison that needs them. ConfigError if
-    math-verify is not installed."""
+    """The reward with its pool. Its processes start with the first comparison that needs them.
+
+    Raises:
+        ConfigError: math-verify is not installed.
+    """
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError(
             "reward 'math' needs the package math-verify: pip install math-verify (or use last_integer or exact)"

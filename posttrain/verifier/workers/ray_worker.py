@@ -1,5 +1,7 @@
-"""A worker on some machine of a Ray cluster, whose actor holds a `worker_process.WorkerProcess` there. So the limits of
-a request, and the rules of who is to blame for a missing answer, are the same as on this machine."""
+"""A worker on some machine of a Ray cluster. Its actor holds a `worker_process.WorkerProcess` there.
+
+So the limits of a request, and the rules of who is to blame for a missing answer, are the same as on this machine.
+"""
 
 from __future__ import annotations
 

@@ -138,8 +138,12 @@ class WorkerProcess:
 
     def ask(self, request: bytes) -> dict[str, Any]:
         """The reply to a pickled request. The answering process first says that it has taken the request. If one ends
-        before that, the next one must not find the rest of the request, so the whole worker is ended. EndedError if the
-        answering process ended: ask again. WorkerError if the worker has, and is no longer `usable`."""
+        before that, the next one must not find the rest of the request, so the whole worker is ended.
+
+        Raises:
+            EndedError: the answering process ended; ask again.
+            WorkerError: the worker has ended and is no longer `usable`.
+        """
         try:
             # The time of a request begins when there is a process to answer it, so that a slow
             # start counts against nobody.

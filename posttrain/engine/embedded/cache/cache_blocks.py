@@ -70,7 +70,11 @@ class Blocks:
         self._free, self.free, self.capacity = free, self.free + new, capacity
 
     def clear(self) -> None:
-        """Forget all blocks: none exists afterwards. InvariantError: a block has an owner."""
+        """Forget all blocks: none exists afterwards.
+
+        Raises:
+            InvariantError: a block has an owner.
+        """
         if self.free != self.capacity:
             raise InvariantError(
                 f"{self.capacity - self.free} cache blocks have owners, so the cache cannot be given up: end every turn"

@@ -30,7 +30,9 @@ class Admission:
 
     def ids(self, ids: np.ndarray) -> np.ndarray:
         """int32 [T]: the tokens, given in any integer type; DataError where this engine cannot compute the sequence.
-        They are checked before they are cast to 32 bits, in which 2 ** 32 + 7 becomes token 7."""
+
+        They are checked before they are cast to 32 bits, in which 2 ** 32 + 7 becomes token 7.
+        """
         tokens = np.asarray(ids)
         if tokens.ndim != 1 or not tokens.size or tokens.dtype.kind not in "iu":
             raise DataError(

@@ -61,7 +61,10 @@ class ProcessRanks:
 
     def part(self, members: Sequence[int], replicas: int = 1) -> ProcessRanks | None:
         """These ranks as a group of their own; None on a rank that is not among them. Every process calls it.
-        `replicas`: copies of the weights (HSDP): ranks 0 to n - 1 hold the first one, the next n the second one."""
+
+        Args:
+            replicas: copies of the weights (HSDP): ranks 0 to n - 1 hold the first one, the next n the second one.
+        """
         if replicas < 1 or len(members) % replicas:
             raise ConfigError(
                 f"replicas={replicas} of {len(members)} ranks: each copy of the weights is cut over the same number of"

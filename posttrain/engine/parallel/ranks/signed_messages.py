@@ -72,7 +72,10 @@ def _key_of_file(path: Path) -> bytes:
 @contextmanager
 def signed(key: bytes) -> Iterator[None]:
     """Inside, torch.distributed signs each pickle that it sends, and reads none without the signature of this key.
-    EngineError where torch does not write pickles as this expects."""
+
+    Raises:
+        EngineError: torch does not write pickles as this expects.
+    """
     # torch has no setting for this: all its exchanges of Python objects go through these two names.
     before: Any = c10d._pickler, c10d._unpickler  # pyright: ignore[reportPrivateUsage]
     ours: Any = partial(_Writer, key), partial(_Reader, key)
