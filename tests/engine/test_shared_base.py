@@ -104,6 +104,7 @@ def test_each_computes_and_learns_what_it_does_alone(pair: tuple[str, str], dtyp
     kinds=st.lists(st.sampled_from(sorted(KINDS)), min_size=2, max_size=4),
     turns=st.lists(st.integers(0, 3), min_size=1, max_size=6),
 )
+@pytest.mark.prove
 def test_training_one_changes_no_bit_of_the_others_nor_of_the_base(kinds: list[str], turns: list[int]) -> None:
     policies = together(*(KINDS[k] for k in kinds))
     learners = [HFLearner(p) for p in policies]

@@ -277,6 +277,7 @@ def test_data_sets_are_mixed_by_weight(model: Path, tmp_path: Path, capsys: pyte
     assert "give env.prompts" in refused(capsys, "run", "sft", f"env.mix={many}:1", code=2)
 
 
+@pytest.mark.prove
 def test_every_stage_that_imitates_is_measured(tmp_path: Path) -> None:
     """Pretraining, cold start, and the demonstrations beside rejection sampling."""
     base = recipe("reject")

@@ -289,6 +289,7 @@ def test_plots_are_written_and_refuse_what_is_not_there(
 # --- comparisons -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.prove
 def test_two_runs_are_paired_by_prompt(run: Path, other: Path, capsys: pytest.CaptureFixture[str]) -> None:
     c = posttrain.compare(run, other)
     assert [g.letter for g in c.groups] == ["A", "B"] and c.prompts == 12

@@ -126,6 +126,7 @@ def without_clock(data: Any) -> Any:
 # --- a kind from outside ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.prove
 def test_it_runs_is_measured_and_is_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = posttrain.run(with_average(), out=tmp_path / "run")
     assert [(r.name, r.kind, r.steps, r.start) for r in done.stages][-1] == ("mean", "average", 4, "rl")
