@@ -27,7 +27,13 @@ from posttrain.system.dataclass_json import from_plain
 from posttrain.system.errors import ConfigError, PosttrainError, RunFolderError
 
 STAGES: tuple[type[Stage], ...] = (
-    *(Supervised, Reinforce, Preference, OnlinePreference, RewardModel, Rejection, StepLabeling),
+    Supervised,
+    Reinforce,
+    Preference,
+    OnlinePreference,
+    RewardModel,
+    Rejection,
+    StepLabeling,
 )
 """The kinds of stage of this package. A run folder can be read only where the kinds of its stages are known."""
 HELDOUT = "heldout"

@@ -621,8 +621,9 @@ def test_a_reward_model_of_whole_answers_chooses_among_whole_answers(tmp_path: P
 def test_options_of_searches_are_for_searches(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "runs/x", "--out", "a.svg"]) == 2
     assert "are for searches: add search=best_of" in capsys.readouterr().err
-    assert main(["eval", "runs/x", "search=vote", "--ema"]) == 2
-    assert "--ema does not go with search=" in capsys.readouterr().err
+    for option in (["--ema"], ["--api", "completions"]):
+        assert main(["eval", "runs/x", "search=vote", *option]) == 2
+        assert f"{option[0]} does not go with search=" in capsys.readouterr().err
 
 
 def test_a_run_is_evaluated_as_its_stages_sample() -> None:

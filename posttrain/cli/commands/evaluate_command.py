@@ -91,8 +91,10 @@ def _search(o: Namespace) -> int:
         "--key-env": o.key_env,
         "--tokenizer": o.tokenizer,
         "--dialect": o.dialect,
+        "--api": o.api != "chat",
+        "--ema": o.ema,
     }
-    if strange := [name for name, value in (other_options | {"--ema": o.ema}).items() if value]:
+    if strange := [name for name, value in other_options.items() if value]:
         raise ConfigError(f"{strange[0]} does not go with search=...: leave one of them out")
     evaluate_searches(
         o.target,
