@@ -61,13 +61,13 @@ def prove_layers(
     finally:
         hook.remove()
     # Each: hidden states, the first layer's output, this rank's parts of its gradients.
-    fused, own = (
+    fused, plain = (
         [states, *_first_layer(out, inside, rank_parts, first_layer_input, replaced)]
         for states, replaced in zip(hidden, (True, False), strict=True)
     )
     # A rank may have no row of a weight, and max of nothing is an error.
-    gaps = [float((a.double() - b.double()).abs().max()) if len(a) else 0.0 for a, b in zip(fused, own, strict=True)]
-    sizes = [float(b.abs().max()) if len(b) else 0.0 for b in own]
+    gaps = [float((a.double() - b.double()).abs().max()) if len(a) else 0.0 for a, b in zip(fused, plain, strict=True)]
+    sizes = [float(b.abs().max()) if len(b) else 0.0 for b in plain]
     # The largest numbers of all ranks, so that every rank takes the same decision: one that raised alone would leave
     # the others waiting. The first layer's output counts with its gradients, on one scale.
     largest = (max(numbers[1:], key=_badness, default=0.0) for numbers in (gaps, sizes))

@@ -112,7 +112,7 @@ class TensorLearner(RankLearner):
         return {name: part.detach() for name, part in self._own.items()}
 
     def masters(self, optimizer: StageOptimizer) -> dict[str, Tensor]:
-        """None: the learner has no other copy of its weights than `parameters()`; see `ShardedLearner.masters`."""
+        """Empty: these weights are float32 at least (`refuse_whole_batches`) and need no master copies."""
         return {}
 
     def norm(self, gradients: Mapping[str, Tensor]) -> float:
