@@ -85,8 +85,9 @@ def _config(lora: Lora, module: PreTrainedModel) -> Any:
     """PEFT's settings of these adapters."""
     from peft import LoraConfig
 
-    mixture = any(p.ndim == 3 for p in module.parameters())  # to PEFT their experts and routers are linear too
-    # Full names instead of PEFT's word for all layers: it would take the routers along.
+    # A parameter of 3 dimensions holds the experts of a mixture. By its word for all linear layers PEFT would put
+    # adapters on experts and routers too, so the linear layers are listed, by full names.
+    mixture = any(p.ndim == 3 for p in module.parameters())
     every: str | list[str] = _linear(module) if mixture else ALL_LINEAR
     targets = every if lora.targets == (ALL_LINEAR,) else list(lora.targets)
     return LoraConfig(
@@ -184,8 +185,8 @@ def switched_off(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def loud(module: nn.Module) -> Iterator[None]:
-    """Inside, every adapter adds random numbers half as large as its layer's own output; afterwards all adapters hold
-    their own numbers again, bit for bit."""
+    """Inside, every adapter adds random numbers half as large as its layer's own output, so that log-probs show whether
+    a sampler computes with it (`AdapterTrial`). Afterwards all hold their own numbers again, bit for bit."""
     # Copies, and no arithmetic that is undone afterwards: rounding would leave other numbers than before.
     before = {n: t.detach().clone() for n, t in adapter_tensors(module).items()}
     generator = torch.Generator().manual_seed(0)
@@ -204,8 +205,8 @@ def loud(module: nn.Module) -> Iterator[None]:
 def loud_numbers(
     layer: Any, generator: torch.Generator, whole: Callable[[Tensor], Tensor] = Tensor.detach
 ) -> Iterator[tuple[str, Any, Tensor]]:
-    """(name, layer B, numbers for it) of each adapter of a layer: with them |scale B A x| is about |W x| / 2. `whole`:
-    the whole of a weight, of which each rank may hold a part."""
+    """(name, layer B, numbers that make it `loud`) of each adapter of a layer: with them |scale B A x| is about
+    |W x| / 2. `whole`: the whole of a weight, of which each rank may hold a part."""
 
     def norm(weight: Tensor) -> float:
         return float(whole(weight).double().norm())
@@ -251,7 +252,8 @@ def merge_error(layer: nn.Module, plain: nn.Module) -> float:
     x = torch.randn(8, stored.shape[axis], generator=generator, dtype=torch.float64).to(stored.device)
     with torch.no_grad():
         apart = (adapted(x) - merged_layer(x)).abs()
-        # Where the adapter cancels most of a weight, rounding is as large as for it: both sizes are in the bound.
+        # An adapter may cancel most of a weight. The sum is then small, and its rounding as large as the weight's: the
+        # bound has the sizes of both.
         squares = merged_layer.weight**2 + adapted.get_base_layer().weight ** 2
         size = (x**2 @ (squares if axis == 0 else squares.T)).sqrt()
         allowed = MERGE_BOUND * torch.finfo(stored.dtype).eps * size

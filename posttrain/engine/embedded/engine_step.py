@@ -38,26 +38,25 @@ class Stepper:
     @torch.inference_mode()
     def step(self, version: int, *, admit: bool) -> None:
         """One forward pass with the weights of `version`. Without `admit` only preempted requests begin."""
-        # Slots write behind their last token, so rows of blocks with two owners are copied before a pass: after
-        # admission and after `begin`. Prompts that end with this pass draw their first token with slots that speak.
         scheduler, begun = self.scheduler, time.perf_counter()
         self._mark_moved()  # new weights move requests between two steps
         self._admit(begun_only=not admit)
+        # Slots write behind their last token, so a partly filled block that is another's too is copied before the pass.
         self._copy()
-        at = scheduler.make_room(self.proposer.tokens if self.proposer else 0)
-        drafts = self._propose(at)
-        plan = scheduler.plan(at, drafts)
+        generating = scheduler.make_room(self.proposer.tokens if self.proposer else 0)
+        drafts = self._propose(generating)
+        plan = scheduler.plan(generating, drafts)
         # Hidden states of the generating slots and their drafts. The scheduler keeps those of prompts that it needs.
         rows = [self._forward(plan)[: plan.front]] if len(plan.ids) else []
         beginning = scheduler.begin()
-        self._copy()
-        at = plan.generating
+        self._copy()  # as are the last blocks of prompts with which several slots begin
+        # Prompts that end with this pass draw their first token with the slots that speak.
+        at = generating
         if beginning:
             at = np.append(at, np.array([s for s, _ in beginning], np.int64))
+            rows.append(torch.stack([h for _, h in beginning]))
         self.counters.step(scheduler, len(at))
         if len(at):
-            if beginning:
-                rows.append(torch.stack([h for _, h in beginning]))
             hidden = rows[0] if len(rows) == 1 else torch.cat(rows)
             if drafts is None:
                 self._record(*self._draw(at, hidden), version)
@@ -147,37 +146,42 @@ class Stepper:
         """Verify the drafts of the generating slots, and record what was accepted. Slots that begin draw with them."""
         slots, beginning = self.scheduler.slots, len(at) - len(plan.generating)
         # A generating slot has a row for each of its drafts and one more; a slot that begins has one. Row j has the
-        # distribution after j drafts, which the rules treat as said (`ahead`), and the uniform of its token's place.
+        # distribution after j drafts, which the rules treat as said, and the uniform of its token's place.
         padded = np.concatenate([drafts.ids, np.zeros((beginning, drafts.ids.shape[1]), np.int64)])
         drafts = Drafts(padded, np.append(drafts.counts, np.zeros(beginning, np.int64)), drafts.q)
         widths = drafts.counts + 1
-        each, step = np.repeat(np.arange(len(at)), widths), ragged_arange(widths)
-        starts = np.cumsum(widths) - widths
-        ahead = np.where(np.arange(padded.shape[1]) < step[:, None], padded[each], -1)
-        accept = self.proposer.accepts(slots, at[each], step) if isinstance(self.proposer, DraftModel) else None
+        # Of every row: its slot, its j, and the j drafts before it, filled up with -1.
+        row_slot, row_j = np.repeat(at, widths), ragged_arange(widths)
+        before = np.where(np.arange(padded.shape[1]) < row_j[:, None], np.repeat(padded, widths, 0), -1)
+        first_row = np.cumsum(widths) - widths  # of every slot
+        accept = self.proposer.accepts(slots, row_slot, row_j) if isinstance(self.proposer, DraftModel) else None
         try:
-            spread = DrawDistributions.of(
-                self.served.logits(hidden), slots.contracts.at(at[each], ahead), self.served.kernels
+            distributions = DrawDistributions.of(
+                self.served.logits(hidden), slots.contracts.at(row_slot, before), self.served.kernels
             )
-            drawn, accepted = verify(spread, drafts, slots.uniforms[at[each], slots.said[at[each]] + step], accept)
+            uniforms = slots.uniforms[row_slot, slots.said[row_slot] + row_j]
+            drawn, accepted = verify(distributions, drafts, uniforms, accept)
         # for some slot nothing can be drawn: a draw without drafts gives only that request the error
         except NoDraw:
-            self._record(*self._draw(at, hidden[torch.from_numpy(starts).to(hidden.device)]), version)
-            self.counters.drafts(plan, 0, starts[: len(plan.generating)])
+            self._record(*self._draw(at, hidden[torch.from_numpy(first_row).to(hidden.device)]), version)
+            self.counters.drafts(plan, 0, first_row[: len(plan.generating)])
             return
         # Token by token over all slots: the j-th round records each slot's j-th token. A slot leaves when its draft
         # was rejected, when its turn ended, or when nothing can be drawn after its draft: the next pass finds that out.
-        speaking, has_distribution = np.arange(len(at)), np.isin(np.arange(len(each)), spread.dead, invert=True)
-        accepted_drafts, needed = 0, [starts[: len(plan.generating)]]
+        speaking = np.arange(len(at))  # indices into `at`
+        has_distribution = np.isin(np.arange(len(row_slot)), distributions.dead, invert=True)
+        # Rows whose position was not computed in vain. A turn may end before its accepted drafts do, so only the rounds
+        # show which: those of the generating slots' pending tokens, then those of drafts after which a slot goes on.
+        accepted_drafts, needed = 0, [first_row[: len(plan.generating)]]
         for j in range(int(accepted.max()) + 1):
             if j:
                 speaking = speaking[(accepted[speaking] >= j) & slots.generating[at[speaking]]]
-                speaking = speaking[has_distribution[starts[speaking] + j]]
+                speaking = speaking[has_distribution[first_row[speaking] + j]]
                 # Their keys and values were computed in this pass; `Scheduler.cached` counted the pending token alone.
                 slots.cached[at[speaking]] += 1
-                needed.append(starts[speaking] + j)
+                needed.append(first_row[speaking] + j)
             accepted_drafts += int(np.count_nonzero(accepted[speaking] > j))
-            self._record(at[speaking], drawn.at(starts[speaking] + j), version)
+            self._record(at[speaking], drawn.at(first_row[speaking] + j), version)
         self.counters.drafts(plan, accepted_drafts, np.concatenate(needed))
 
     def _record(self, at: np.ndarray, drawn: DrawnTokens, version: int) -> None:

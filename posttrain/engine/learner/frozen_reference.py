@@ -27,7 +27,7 @@ from posttrain.system.errors import EngineError
 def freeze(learner: HFLearner) -> Reference:
     """A reference that scores as the policy does now. A policy whose adapter does nothing yet is its own reference with
     the adapter off. Of another one the trained weights are copied: without its adapter it would be the base model."""
-    return AdapterOff(learner) if begins(learner.policy) else FrozenScorer(learner.policy)
+    return AdapterOff(learner) if only_an_idle_adapter_trains(learner.policy) else FrozenScorer(learner.policy)
 
 
 def frozen_module(reference: Reference) -> PreTrainedModel:
@@ -60,7 +60,8 @@ class AdapterOff:
         return self._learner.policy.module
 
     def score(self, packed: Packed) -> np.ndarray:
-        """float32 [M] log-probs under `packed.sampling`. The sampler's own pass would compute with the adapter."""
+        """float32 [M] log-probs under `packed.sampling`."""
+        # Not `score`: that may run the sampler's copy of the model (`exact_replay`), whose adapter nobody switches off.
         return self._off(self._learner.packed_score, packed)
 
     def entropy(self, packed: Packed) -> np.ndarray:
@@ -89,7 +90,9 @@ class AdapterOff:
         return fingerprint((n, self._learner.whole(t)) for n, t in tensors if not t.requires_grad)
 
 
-def begins(policy: Policy, inside: Callable[[Callable[[], Tensor]], Tensor] = lambda compute: compute()) -> bool:
+def only_an_idle_adapter_trains(
+    policy: Policy, inside: Callable[[Callable[[], Tensor]], Tensor] = lambda compute: compute()
+) -> bool:
     """Returns whether the policy has an adapter, trains nothing else, and computes the same bits without it. `inside`
     calls a function where the weights can be computed with: sharded ones are gathered for it."""
     module = policy.module

@@ -89,10 +89,12 @@ class HFLearner:
         # All is read from one pass over the positions of all readers, so shared beginnings are shared by all of them.
         before, reader = self._reader.computed, self._reader
         reward_head = self._reward_head() if reads.rewards else None
+        # The same tokens, but "spoken" are those that the policy was told.
         heard = packed.heard() if reads.heard else None
         reward_places = np.zeros(0, np.int64) if reward_head is None else reward_head.places(packed)
         heard_places = np.zeros(0, np.int64) if heard is None else heard.source_M
-        # Only where the language-model head reads no states may the embedding's gradient be one of rows.
+        # The embedding's gradient may hold a few rows only where the language-model head reads no states: a tied head
+        # gives it all rows.
         headless = reader.out.headless() if self.row_gradients and not reads.logp and heard is None else nullcontext()
         with kept_on_the_cpu() if self._offload else nullcontext(), headless:
             states = reader.hidden(packed, np.concatenate([packed.source_M, reward_places, heard_places]))
@@ -111,10 +113,10 @@ class HFLearner:
         # With `head_only` the states are detached: the loss of the values trains their head, and not the model.
         values_M = self._values(hidden.detach() if reads.head_only else hidden) if reads.value else None
         candidates_MK = None if ids_MK is None else reader.candidates(packed, hidden, ids_MK)
-        heard_M = None
+        heard_logp = None
         if heard is not None:
-            heard_M = reader.head(heard, heard_states, False)[0] if heard.spoken else logp_M.new_zeros(0)
-        return TokenScores(logp_M, entropy_M, values_M, candidates_MK, rewards, heard_M, computed, balance)
+            heard_logp = reader.head(heard, heard_states, False)[0] if heard.spoken else logp_M.new_zeros(0)
+        return TokenScores(logp_M, entropy_M, values_M, candidates_MK, rewards, heard_logp, computed, balance)
 
     def rewards(self, packed: Packed) -> np.ndarray:
         """float32 [S]: the reward head's score of each segment, without gradient."""
@@ -153,7 +155,7 @@ class HFLearner:
         return self._reader.score(packed)
 
     def price(self, packed: Packed) -> float | None:
-        """Returns the time of the sampler's own pass by that of a packed pass; None where it has none."""
+        """Returns seconds of the sampler's own pass / seconds of a packed pass; None where scores are by the latter."""
         if self._sampled is None:
             return None
         seconds: list[float] = []

@@ -183,7 +183,7 @@ class ShardedLearner(RankLearner):
         moved = optimizer.trained()
         return {f"master.{n}": p.detach() for n, p in self._own.items() if n in moved and not n.startswith(HEADS)}
 
-    def rounded_rows(self) -> dict[str, Tensor]:
+    def rounded_parts(self) -> dict[str, Tensor]:
         """`parameters()` in the type that the model has."""
         return {name: self._rows_rounded(name, rows.detach()) for name, rows in self._own.items()}
 

@@ -38,8 +38,8 @@ def prove_layers(
     rank_parts: dict[str, nn.Parameter],
     ranks: Ranks,
 ) -> None:
-    """Compare fused layers with the model's own: hidden states, and gradients of the first layer. Every rank calls it.
-    Leaves no gradient.
+    """Compare fused layers with the model's own: hidden states, and the first layer's output and gradients. Every rank
+    calls it. Leaves no gradient.
 
     Args:
         inside: runs a function where weights are whole.
@@ -57,23 +57,25 @@ def prove_layers(
     )
     try:
         with torch.no_grad():
-            # Of the fused layers, then of the model's own: hidden states, the first layer's output, the gradients.
-            results = [[inside(lambda read=read: sample_states(read))] for read in (out, read_out(module))]
+            hidden = [inside(lambda read=read: sample_states(read)) for read in (out, read_out(module))]
     finally:
         hook.remove()
-    for parts, replaced in zip(results, (True, False), strict=True):
-        parts += _gradients(out, inside, rank_parts, first_layer_input, replaced)
+    # Each: hidden states, the first layer's output, this rank's parts of its gradients.
+    fused, plain = (
+        [states, *_first_layer(out, inside, rank_parts, first_layer_input, replaced)]
+        for states, replaced in zip(hidden, (True, False), strict=True)
+    )
     # A rank may have no row of a weight, and max of nothing is an error.
-    gaps = [float((a.double() - b.double()).abs().max()) if len(a) else 0.0 for a, b in zip(*results, strict=True)]
-    sizes = [float(b.abs().max()) if len(b) else 0.0 for b in results[1]]
+    gaps = [float((a.double() - b.double()).abs().max()) if len(a) else 0.0 for a, b in zip(fused, plain, strict=True)]
+    sizes = [float(b.abs().max()) if len(b) else 0.0 for b in plain]
     # The largest numbers of all ranks, so that every rank takes the same decision: one that raised alone would leave
-    # the others waiting.
+    # the others waiting. The first layer's output counts with its gradients, on one scale.
     largest = (max(numbers[1:], key=_badness, default=0.0) for numbers in (gaps, sizes))
     table = ranks.every((gaps[0], sizes[0], *largest))
-    states_gap, states, gradients_gap, gradients = (max(column, key=_badness) for column in zip(*table, strict=True))
-    states = max(states, 1e-30)
-    # Gradients that are nothing but rounding are compared with the size of the states, or 0 / 0 would decide.
-    gap = max(states_gap / states, gradients_gap / max(gradients, 1e-6 * states), key=_badness)
+    states_gap, states_size, layer_gap, layer_size = (max(column, key=_badness) for column in zip(*table, strict=True))
+    states_size = max(states_size, 1e-30)
+    # Numbers that are nothing but rounding are compared with the size of the states, or 0 / 0 would decide.
+    gap = max(states_gap / states_size, layer_gap / max(layer_size, 1e-6 * states_size), key=_badness)
     if not gap <= BOUND:
         raise EngineError(
             f"fused layers of {type(module).__name__} differ from its own by {gap:.3g} (bound {BOUND}): report it, and"
@@ -86,7 +88,7 @@ def _badness(x: float) -> float:
     return x if math.isfinite(x) else math.inf
 
 
-def _gradients(
+def _first_layer(
     out: FusedReadOut,
     inside: Inside,
     rank_parts: dict[str, nn.Parameter],

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.core.ports import Reference
-from posttrain.engine.learner.frozen_reference import AdapterOff, begins
+from posttrain.engine.learner.frozen_reference import AdapterOff, only_an_idle_adapter_trains
 from posttrain.engine.learner.learner import FrozenScores, HFLearner
 from posttrain.engine.model.policy_model import Policy, named_tensors
 from posttrain.engine.parallel.ranks.process_ranks import ProcessRanks
@@ -65,7 +65,7 @@ class ShardedReference(FrozenScores):
 
 def frozen_rows(learner: ShardedLearner, mould: EmptyModule, ranks: ProcessRanks) -> Reference:
     """A reference that scores as the policy does now, whatever is learned later. Every rank calls it."""
-    if learner.policy.lora is not None and begins(learner.policy, learner.inside):
+    if learner.policy.lora is not None and only_an_idle_adapter_trains(learner.policy, learner.inside):
         return AdapterOff(learner)
     return ShardedReference(learner, mould, ranks)
 

@@ -54,7 +54,8 @@ class TensorLearner(RankLearner):
         InvariantError: the ranks begin with different weights.
     """
 
-    every_part_is_used = True  # by each token
+    every_part_is_used = True
+    """Whether every rank's part of a weight computes each token, so that each must get a gradient (`rank_gradient`)."""
 
     def __init__(
         self,
@@ -70,6 +71,7 @@ class TensorLearner(RankLearner):
         self.holders = ranks
         """The ranks that hold a part of the weights each."""
         check_same(ranks, super().fingerprint(), "weights at the start", "Load one checkpoint on every rank")
+        # That digest only compares ranks. It began the record of frozen weights, which is to begin with the cut ones.
         self._frozen = None
         self._cut(policy.module.get_decoder(), plan)
         self._held: dict[str, nn.Parameter] = HFLearner.parameters(self)
@@ -105,12 +107,12 @@ class TensorLearner(RankLearner):
         dist.all_reduce(out, group=self.holders.group)
         return out
 
-    def rounded_rows(self) -> dict[str, Tensor]:
-        """`parameters()` as tensors, in the type that the model has."""
+    def rounded_parts(self) -> dict[str, Tensor]:
+        """`parameters()` as tensors. They have the type of the model already, so nothing is rounded."""
         return {name: part.detach() for name, part in self._own.items()}
 
     def masters(self, optimizer: StageOptimizer) -> dict[str, Tensor]:
-        """See `ShardedLearner.masters`: the optimizer has them here."""
+        """Empty: these weights are float32 at least (`refuse_whole_batches`) and need no master copies."""
         return {}
 
     def norm(self, gradients: Mapping[str, Tensor]) -> float:

@@ -92,7 +92,7 @@ class PlayedSeat:
                 f"the format of seat {self._name!r} is known in the learner's process only: set"
                 " placement.environments=0"
             )
-        return self._talk.written
+        return self._talk.tool_format
 
     def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
         shown = content if isinstance(content, str) else tuple(content)
@@ -106,13 +106,13 @@ class PlayedTalk(PlayedSeat):
     """A `core.ports.Talk` that writes down what an environment does to it.
 
     Args:
-        written: `Seat.format` of the policy.
+        tool_format: in which the policy writes tool calls: its `Seat.format`.
         others: whether other seats have players of their own.
     """
 
-    def __init__(self, written: str | None, others: bool) -> None:
+    def __init__(self, tool_format: str | None, others: bool) -> None:
         super().__init__(self, None)
-        self.written, self.others = written, others
+        self.tool_format, self.others = tool_format, others
         self.moves: list[Move] = []
         self.told = asyncio.Event()
         self.turns: dict[int, asyncio.Future[Utterance]] = {}
@@ -207,9 +207,9 @@ class HostedEnvironments:
     async def facts(self) -> EnvironmentFacts:
         return EnvironmentFacts(os.getpid())
 
-    async def begin(self, number: int, environment: int, task: Task, written: str | None, others: bool) -> None:
+    async def begin(self, number: int, environment: int, task: Task, tool_format: str | None, others: bool) -> None:
         """Begin an episode, which is called by this number from now on."""
-        talk = self._talks[number] = PlayedTalk(written, others)
+        talk = self._talks[number] = PlayedTalk(tool_format, others)
         talk.playing = asyncio.create_task(talk.play(self._environments[environment], task))
 
     async def moves(self, number: int) -> list[Move]:

@@ -28,7 +28,7 @@ from posttrain.engine.vllm.adapter_load import HotLoad
 from posttrain.engine.vllm.sampler_requests import CheckedRequest, VLLMSampler, check_request, newer
 from posttrain.engine.vllm.sampling_parameters import SCORE, Answer, fields, said
 from posttrain.engine.vllm.start_vllm import START, build, capabilities_of, quiet_compiler
-from posttrain.engine.vllm.weight_updates import Updates
+from posttrain.engine.vllm.weight_updates import WeightUpdates
 from posttrain.system.errors import EngineError
 
 ROLE = "the rollout engine (vLLM in this process)"
@@ -181,7 +181,9 @@ class VLLMEngine(VLLMSampler):
         """Build the engine, then handle the queue and run steps until the engine is closed."""
         try:
             self._engine = build(policy, slots, cache_bytes, self._eager, self._workers)
-            self._weights = Updates(self._engine, self._expected, HotLoad.of(policy), self._counters, self._workers)
+            self._weights = WeightUpdates(
+                self._engine, self._expected, HotLoad.of(policy), self._counters, self._workers
+            )
             # One request before any weights were pushed: a model that cannot compute fails at the start, and not at the
             # first turn.
             self._score([0, 0], proof := Future())

@@ -18,7 +18,7 @@ from posttrain.engine.vllm.worker_parts import buckets, fingerprint_served
 from posttrain.system.errors import EngineError
 
 
-class Updates:
+class WeightUpdates:
     """Loads weights into an engine, and reads back what it then computes with. EngineError where vLLM has no place for
     the adapter on some layer.
 

@@ -231,7 +231,7 @@ def check_rows(state: RankState, number: int) -> Any:
 
 
 def write_weights(state: RankState, folder: str) -> None:
-    _write(state, Path(folder) / WEIGHTS, state.learner.rounded_rows(), lambda name: name)
+    _write(state, Path(folder) / WEIGHTS, state.learner.rounded_parts(), lambda name: name)
 
 
 def write_state(state: RankState, folder: str) -> None:

@@ -33,6 +33,10 @@ HERE = "here/{}"
 """The key by which a rank says that it has begun."""
 ORDER = "order/{}"
 """The key that says that the order of this number exists."""
+FAILED = "failed/{}"
+"""The key by which a rank says why it ends."""
+AT = "at/{}"
+"""The key by which a rank says which order it began or ended."""
 INTERFACE = "GLOO_SOCKET_IFNAME"
 """Environment variable: the network interface at which gloo listens."""
 LOOK_SECONDS = 0.05
@@ -165,12 +169,12 @@ class RankOrders:
 
     def failed(self) -> dict[int, str]:
         """Returns the reasons why ranks failed, by rank, of those that said so."""
-        return {rank: why for rank, why in self._said("failed/{}") if why is not None}
+        return {rank: why for rank, why in self._said(FAILED) if why is not None}
 
     def standing(self) -> dict[int, str]:
         """Returns the state of each other rank: the words of its last note."""
         unheard = "has not begun any order"
-        return {rank: unheard if note is None else note for rank, note in self._said("at/{}")}
+        return {rank: unheard if note is None else note for rank, note in self._said(AT)}
 
     def _said(self, key: str) -> Iterator[tuple[int, str | None]]:
         """(rank, what it stored under this key, or None) of each other rank, while the store is there."""
@@ -206,8 +210,8 @@ class RankOrders:
     def fail(self, why: str) -> None:
         """Say why this rank ends."""
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"failed/{self.ranks.rank}", why)
+            self._store.set(FAILED.format(self.ranks.rank), why)
 
     def _note(self, words: str) -> None:
         """Note the state of this rank in the store, for `standing`."""
-        self._store.set(f"at/{self.ranks.rank}", words)
+        self._store.set(AT.format(self.ranks.rank), words)
