@@ -80,8 +80,9 @@ def rl_step(row: RLStep) -> Throughput:
     work = Work(
         shape=shape_by_name(row.model),
         lengths=Lengths(prompt=PROMPT, mean=row.mean - PROMPT, most=row.longest - PROMPT, cv=0.5),
-        prompts=row.samples // SIBLINGS, siblings=SIBLINGS, minibatches=row.samples // 512, width=2, accelerator=True,
-        samples=True, reference=True, vllm=True, engines=engines // row.workers, staleness=int(row.ahead), share=False,
+        prompts=row.samples // SIBLINGS, siblings=SIBLINGS, minibatches=row.samples // 512, width=2, share=False,
+        accelerator=True, samples_answers=True, reference=True, vllm=True, engines=engines // row.workers,
+        staleness=int(row.ahead),
     )  # fmt: skip
     learners = row.devices - engines if row.ahead else row.devices
     way: Topology = "asynchronous" if row.ahead else "colocated"

@@ -130,7 +130,8 @@ def _of_learning(run: Run, stage: Reinforce, work: Work, seconds: Mapping[str, f
         yield RunChange(f"{stage.name}.algorithm.pull=none", seconds.get("score", 0), price, "this run")
     if not run.model.share_prefixes and stage.siblings > 1:
         # The work of a token with and without shared beginnings, as a plan counts it.
-        saved = seconds.get("learn", 0) * (1 - replace(work, share=True).unit / replace(work, share=False).unit)
+        shared, whole = (replace(work, share=x).group_tokens for x in (True, False))
+        saved = seconds.get("learn", 0) * (1 - shared / whole)
         yield RunChange("model.share_prefixes=true", saved, "results change by rounding", "counted")
     if run.model.lora is None and run.model.path is not None:
         price = "an adapter trains, not all weights"

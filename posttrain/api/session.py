@@ -118,7 +118,7 @@ class RunSession:
 def build_session(request: RunRequest) -> RunSession:
     """Build the parts of a run. If one of them fails, those built before it are closed."""
     if request.book is not None:
-        count_on(request.book.folder, (request.environment, *request.others.values()))
+        restore_call_counts(request.book.folder, (request.environment, *request.others.values()))
     with ExitStack() as cleanup:
         session = _build(request, cleanup)
         # All parts are built. From here on the session closes them, and no longer this block.
@@ -163,20 +163,20 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     cleanup.callback(use_deterministic(run.deterministic))
     # Ranks meet before a model is loaded: whether this process loads it depends on what they see.
     lead = cleanup.enter_context(leading(run, request.ranks))
-    blank, reading = choose_reading(run, lead) if lead is not None else (None, ())
-    policy = session_policy(request, blank)
+    weightless_policy, reading_notes = choose_reading(run, lead) if lead is not None else (None, ())
+    policy = session_policy(request, weightless_policy)
     if lead is not None:
-        refuse_policy(policy, lead, blank is not None)
-    notes = (*request.notes, *reading)
+        refuse_policy(policy, lead, weightless_policy is not None)
+    notes = (*request.notes, *reading_notes)
     if book is None:
         # The folder is made after the policy: so a model that cannot be loaded or shared leaves no folder behind.
         folder = request.out or new_folder(Path("runs"), run.recipe)
         contained = dict.fromkeys(x for e in request.environments for x in e.abilities.contained)
         by_stage = {s.name: request.others.get(s.name, request.environment) for s in run.stages}
-        began = {**began_with(run, policy, by_stage), **prompt_count(request.environment)}
-        began[BEGAN][INPUTS] = {**input_digests(run), **task_digests(run, by_stage)}
+        begun_with = {**began_with(run, policy, by_stage), **prompt_count(request.environment)}
+        begun_with[BEGAN][INPUTS] = {**input_digests(run), **task_digests(run, by_stage)}
         book = RunFolder.create(
-            folder, run, {**facts(policy, threads, tuple(contained), resident_before), **began, **request.recorded}
+            folder, run, {**facts(policy, threads, tuple(contained), resident_before), **begun_with, **request.recorded}
         )
         cleanup.callback(book.close)
         if request.objects.data:
@@ -188,9 +188,9 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     cleanup.callback(lambda: terminal.close({}))
     if not quiet:
         trackers.insert(0, terminal)
-        about = (*planted_lines(run), *policy.describe(), *words_in_tokens(run, policy), *notes)
-        more = (*price_lines(run), *right_lines(run), f"run folder: {book.folder}", *tracker_lines(trackers))
-        for line in (*about, *more):
+        opening_lines = (*planted_lines(run), *policy.describe(), *words_in_tokens(run, policy), *notes)
+        opening_lines += (*price_lines(run), *right_lines(run), f"run folder: {book.folder}", *tracker_lines(trackers))
+        for line in opening_lines:
             terminal.say(line)
     say = (lambda line: None) if quiet else terminal.say
     parts = make_parts(run, policy, request.environment, book, trackers, request.others, say, lead)
@@ -214,7 +214,7 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     )
 
 
-def count_on(folder: Path, environments: Iterable[Environment]) -> None:
+def restore_call_counts(folder: Path, environments: Iterable[Environment]) -> None:
     """Sets the counts of reward sources with a limit of calls to those in the record of the resumed run."""
     sources = [s for e in environments for s in getattr(e, "rewards", ()) if isinstance(s, CountedSource)]
     steps = run_reader.steps(folder) if sources else ()
@@ -238,9 +238,10 @@ def right_lines(run: Run) -> tuple[str, ...]:
     """Returns lines that say what counts as a right answer, where answers are judged."""
     if not run.env.judges:
         return ()
-    # Where anything is measured, it alone says what is right, as in `Env.named_right`.
+    # The outcome is what is measured, where anything is, and else what is paid, as in `Env.named_right`.
     measured = run.env.measured or any(r.measured for r in run.env.rewards)
-    if run.env.right is None and any(r.graded and r.measured == measured for r in run.env.rewards):
+    scored_by_model = any(r.graded for r in run.env.rewards if r.measured == measured)
+    if run.env.right is None and scored_by_model:
         return ("right: no reward, since the score of a model is a grade (env.right=X says which is right)",)
     at = FULL if run.env.right is None else run.env.right
     return (f"right: a reward of at least {at:g} (env.right); of rewards other than 0 and 1 the mean leads",)

@@ -50,7 +50,7 @@ def swept(recipe: str, words: Sequence[str], options: PlanOptions, sweep: str) -
         raise ConfigError(f"--sweep {sweep}: write a knob and 1 to {MOST_VALUES} values, as --sweep staleness=0,1,2,4")
     # A plan without the knob comes first: it raises for wrong words, and has the stage to which the knob may belong.
     first = planned(recipe, words, options)
-    if not first.work.samples:
+    if not first.work.samples_answers:
         raise ConfigError(
             f"--sweep: stage {first.stage.name} samples nothing, so nobody waits for answers; see --stage"
         )

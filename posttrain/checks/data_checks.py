@@ -16,7 +16,9 @@ from posttrain.role.events import Event, Observer, ObserverReport, PlayedEvent
 from posttrain.role.roles import OnlineRoles, ReinforceRoles
 from posttrain.system.errors import InvariantError
 
-DOCUMENT = 2
+MOST_IN_ORDER = 16
+"""The first tasks asked, at most this many, are compared with the first of their source."""
+LATEST_START = 2
 """A sequence counts as a document where the hidden state that predicts its first learned token is at most at this
 place, counted from 0. Then at most 3 tokens stand before that token: those that the tokenizer writes itself."""
 
@@ -76,7 +78,7 @@ def demonstration_ends_once(
         stop_ids: the tokens that end a turn.
         text: decodes token ids.
         whole_turns: whether turns are learned whole. Else parts of one may be masked, and end in no stop token.
-        documents: whether a sequence that is learned from its beginning (see `DOCUMENT`) may have stop tokens inside.
+        documents: whether a sequence learned from its beginning (see `LATEST_START`) may have stop tokens inside.
     """
     # Without stop ids nothing says where a turn ends.
     if not stop_ids:
@@ -92,13 +94,13 @@ def demonstration_ends_once(
     stops = np.bincount(packed.segment_M, weights=stops_N[packed.source_M + 1], minlength=len(ends))
     turns = np.bincount(packed.segment_M, weights=turn_ends_N[packed.source_M + 1], minlength=len(ends))
     # In a whole turn its stop token is its end. Where a part may be masked, only a stop inside is wrong.
-    wrong_N = (stops_N & ~turn_ends_N) | ((turn_ends_N & ~stops_N) if whole_turns else False)
-    misplaced_S = np.bincount(packed.segment_M, weights=wrong_N[packed.source_M + 1], minlength=len(ends))
+    misplaced_N = (stops_N & ~turn_ends_N) | ((turn_ends_N & ~stops_N) if whole_turns else False)
+    misplaced_S = np.bincount(packed.segment_M, weights=misplaced_N[packed.source_M + 1], minlength=len(ends))
     if documents:
         # [S]: the place of the hidden state that predicts the first learned token, counted in its own segment.
         first_S = np.full(len(ends), len(spoken_N))
         np.minimum.at(first_S, packed.segment_M, packed.source_M - (ends + 1 - packed.lengths_S)[packed.segment_M])
-        misplaced_S[first_S <= DOCUMENT] = 0
+        misplaced_S[first_S <= LATEST_START] = 0
     # The last token must be a stop token and be learned, whatever `whole_turns` says.
     wrong_S = np.flatnonzero(~(stops_N[ends] & spoken_N[ends]) | (misplaced_S > 0))
     if len(wrong_S):
@@ -128,10 +130,6 @@ def same_question(shown: np.ndarray, asked: np.ndarray, text: Callable[[np.ndarr
         )
 
 
-WALK = 16
-"""Tasks whose order is compared with that of their source."""
-
-
 class TaskCheck(Observer):
     """Training tasks are not held out, are used once per visit, and not in the order of their file.
 
@@ -158,7 +156,7 @@ class TaskCheck(Observer):
         no_held_out_task(e.played, self._held_elsewhere, as_written)
         self._never_asked_before(e.played)
         # Only the beginning of the walk is kept. Refused groups were asked too, so they are a part of it.
-        self._walk += [g.task.id for g in e.played][: WALK - len(self._walk)]
+        self._walk += [g.task.id for g in e.played][: MOST_IN_ORDER - len(self._walk)]
         in_order_of_the_file(self._walk, roles.prompts.source)
         if isinstance(roles.stage, Reinforce) and roles.stage.algorithm.filter == "mixed":
             # Groups that passed too late to be learned from went through the same filter.

@@ -23,12 +23,14 @@ from posttrain.role.roles import JudgedRoles
 class LiveRules(Observer):
     """Every rule that holds after a step adds a note to it. `diagnose.rules.notes_once` chooses what is printed.
 
-    It must be the last observer, since it reads the whole line of the record.
+    It must be the last observer, since it reads the whole line of the record. It also counts for `never_stops` the
+    answers that say a special token (`rollout/special`): with a wrong stop id, they go on past the end of their turn.
     """
 
     def __init__(self, history: StageHistory) -> None:
         self._history = history
         self._special: frozenset[int] = frozenset()
+        """Ids of the tokenizer's special tokens, without the stop ids."""
 
     async def begin(self, roles: JudgedRoles) -> None:
         tokenizer = getattr(roles.rollout.renderer, "tokenizer", None)
@@ -56,7 +58,8 @@ class LiveRules(Observer):
 class PhasePeaks(Observer):
     """Ends a phase of the clock at each event of a minibatch, so that each phase has its own peak of memory.
 
-    It must be the first observer, so that what others do after an event counts for the next phase.
+    `clock.phase(name)` notes the peak since the last call under the name of the phase that ends; without a name it
+    notes nothing. It must be the first observer, so that what others do after an event counts for the next phase.
     """
 
     def on_event(self, roles: Any, event: Event) -> ObserverReport | None:
@@ -65,7 +68,7 @@ class PhasePeaks(Observer):
                 roles.clock.phase()
             case DifferentiatedEvent():
                 roles.clock.phase("passes")
-            # What follows up to the optimizer's step, the checks of the gradient included.
+            # What follows the passes up to the optimizer's step, the checks of the gradient included.
             case LearnedEvent():
                 roles.clock.phase("update")
         return None

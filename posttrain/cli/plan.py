@@ -155,7 +155,7 @@ def _time(plan: Planned) -> Iterable[str]:
     times = t.times
     role_times = ", ".join(f"{role} {getattr(times, role):.3g} s" for role in ROLES)
     yield f"time of a step: {t.step:.3g} s, {t.topology} ({role_times}); longest: {times.slowest}"
-    if plan.work.samples:
+    if plan.work.samples_answers:
         # 1e-12: no division by 0 where no answer is decoded.
         tail = (t.decode - t.flat) / max(t.decode, 1e-12)
         yield (
@@ -214,7 +214,7 @@ def _machines(o: Namespace) -> None:
     ]
     text = (
         *plan.notes,
-        f"{best.summary}; copies of the weights cut over {best.work.cut} devices,"
+        f"{best.summary}; copies of the weights cut over {best.work.copy_ranks} devices,"
         f" checkpointing {best.work.checkpointing}",
         f"{work.prompts} prompts x {work.siblings}: {best.step:.3g} s a step, the bottleneck is {best.bottleneck};"
         f" {steps:,} steps take {days:.2g} days, {most_steps:,} end in {o.days:g} day{'s' * (o.days != 1)}",
@@ -235,8 +235,8 @@ def _machines(o: Namespace) -> None:
 
 def _layout(x: MachineLayout, stage: str) -> dict[str, Any]:
     w = x.work
-    return {"topology": x.topology, "engines": x.engines, "learners": x.learners, "workers": x.workers, "cut": w.cut,
-            "staleness": w.staleness, "checkpointing": w.checkpointing, "prompts": w.prompts,
+    return {"topology": x.topology, "engines": x.engines, "learners": x.learners, "workers": x.workers,
+            "cut": w.copy_ranks, "staleness": w.staleness, "checkpointing": w.checkpointing, "prompts": w.prompts,
             "seconds": x.step, "idle": x.idle, "bottleneck": x.bottleneck, "words": x.command_line(stage)}  # fmt: skip
 
 

@@ -30,7 +30,7 @@ MOST_PROMPTS = 20_000
 HELDOUT_SHARE = 5
 """At most one in this many prompts of a file is held out."""
 
-Word = Literal["learned", "got worse", "did not learn", "cannot be told", "paid more, not more often right"]
+LearningVerdict = Literal["learned", "got worse", "did not learn", "cannot be told", "paid more, not more often right"]
 By = Literal["reward", "pairs", "loss", "nothing"]
 """What the sentence about a stage is based on: held-out rewards, held-out pairs, the held-out loss, or nothing."""
 
@@ -42,7 +42,8 @@ class Case:
     run: Run
     s: StageOutcome
     folder: str
-    word: Word
+    verdict: LearningVerdict
+    """The answer to whether it learned."""
     by: By
     gain: Gain | None = None
     """Gain of the quantity that the sentence is based on."""
@@ -77,9 +78,9 @@ class Case:
         return max(self.curve, key=lambda p: p[1], default=(0, 0.0))
 
     @property
-    def still(self) -> bool:
-        """True where, by rewards, nothing is known to have been learned."""
-        return self.by == "reward" and self.word in ("did not learn", "cannot be told")
+    def no_gain_known(self) -> bool:
+        """True where held-out rewards show neither that it learned nor that it got worse."""
+        return self.by == "reward" and self.verdict in ("did not learn", "cannot be told")
 
     @property
     def fell(self) -> bool:
@@ -194,19 +195,19 @@ TELL, CAUSE = "how to tell", "cause"
 
 def _to_tell(c: Case) -> Iterator[Advice]:
     """Advice for a stage of which nothing can be told: how to make it tell."""
-    env, stage, path = c.env, c.s.stage, c.env_path
+    env, stage, env_path = c.env, c.s.stage, c.env_path
     cut_short = c.s.end is None or c.s.end.step == 0
     if not env.heldout:
         most = 100 if c.most_heldout is None else min(100, c.most_heldout)
-        yield Advice("hold prompts out", TELL, f"hold prompts out: {path}.heldout={most}")
+        yield Advice("hold prompts out", TELL, f"hold prompts out: {env_path}.heldout={most}")
     if not env.judges:
-        yield Advice("give rewards", TELL, f"give {path}.rewards, which judge what the model samples")
+        yield Advice("give rewards", TELL, f"give {env_path}.rewards, which judge what the model samples")
     if not stage.eval:
         yield Advice("measure it", TELL, f"measure it: {stage.name}.eval=true")
     if not c.run.record_episodes and stage.leaves_policy:
         yield Advice("record the answers", TELL, "record the answers: record_episodes=true")
     if not stage.leaves_policy and c.s.done and stage.eval and env.heldout:
-        yield Advice("hold judgements out", TELL, f"hold more judgements out, until some differ: {path}.heldout")
+        yield Advice("hold judgements out", TELL, f"hold more judgements out, until some differ: {env_path}.heldout")
     if cut_short and not c.s.done:
         again = command_line("run", "--resume", c.folder)
         yield Advice("go on", TELL, f"{again}  # goes on from the last checkpoint, and measures at the end")
@@ -216,10 +217,9 @@ def _to_tell(c: Case) -> Iterator[Advice]:
         yield Advice("measure on the way", "on the way", often)
     if c.s.start is None and c.s.began == "start" and stage.leaves_policy:
         text = "the model began with random weights, so its score before is that of guessing"
-        if path := c.run.model.path:
-            text = (
-                f"{command_line('eval', path)}  # with this run's env.* settings: the score before, to compare by hand"
-            )
+        if model_path := c.run.model.path:
+            measure = command_line("eval", model_path)
+            text = f"{measure}  # with this run's env.* settings: the score before, to compare by hand"
         yield Advice("the score before", TELL, text)
     if stage.leaves_policy:
         command = f"{c.show('--eval')}  # what was said, and what the rewards said of it"
@@ -228,7 +228,7 @@ def _to_tell(c: Case) -> Iterator[Advice]:
 
 def _paid(c: Case) -> Iterator[Advice]:
     """Advice for a stage that is paid more and is no better: what is paid is not what is wanted."""
-    if c.word == "paid more, not more often right":
+    if c.verdict == "paid more, not more often right":
         look = f"{c.show('--eval', '--best')}  # what is paid now, and is it what you want?"
         yield Advice("what is paid now", "paid", look)
     if c.exploited and isinstance(c.s.stage, Reinforce):
@@ -242,14 +242,14 @@ def _paid(c: Case) -> Iterator[Advice]:
         yield Advice("more judgements", "judgements", text)
     sources = sum(not r.measured and r.weight != 0 for r in rewards)
     sources += c.env.name != "prompts" and not c.env.measured
-    if c.word == "paid more, not more often right" and not c.exploited and sources > 1:
+    if c.verdict == "paid more, not more often right" and not c.exploited and sources > 1:
         text = f"lower the weights of the rewards that do not ask for a right answer ({c.env_path}.rewards.N.weight)"
         yield Advice("lower other weights", "weights", text)
 
 
 def _heldout(c: Case) -> Iterator[Advice]:
     """Advice for a stage whose result more held-out prompts would make clear."""
-    if not c.still or c.word != "cannot be told":
+    if c.by != "reward" or c.verdict != "cannot be told":
         return
     if c.room:
         least, wanted, most = WORTH * c.width, c.wanted, c.most_heldout
@@ -258,9 +258,10 @@ def _heldout(c: Case) -> Iterator[Advice]:
             size += f", a {1 / WORTH:.0f}th of the range of rewards"
         advised = f"hold more prompts out: about {wanted:,} would tell {size}"
         # The data may not have as many prompts as would tell.
-        few = most is not None and most < wanted
-        advised += f", and its data lets {most:,} be held out ({c.env_path}.heldout={most})" if few else ""
-        yield Advice("more held out", "held out", advised if few else f"{advised} ({c.env_path}.heldout={wanted})")
+        heldout = wanted if most is None else min(wanted, most)
+        if heldout < wanted:
+            advised += f", and its data lets {heldout:,} be held out"
+        yield Advice("more held out", "held out", f"{advised} ({c.env_path}.heldout={heldout})")
     elif c.prompts is not None:
         text = (
             f"its data has {c.prompts} prompts, of which at most one in {HELDOUT_SHARE} is held out: about"
@@ -274,23 +275,23 @@ def _worse(c: Case) -> Iterator[Advice]:
     """Advice from what rules said, and about the causes of a fall."""
     lr = f"{c.s.name}.optimizer.lr="
     # A rate that a rule has computed from what it saw is better than a factor of three.
-    if (c.still or c.word == "got worse") and any(lr in x for x in c.found):
+    if (c.no_gain_known or c.verdict == "got worse") and any(lr in x for x in c.found):
         yield Advice("the rate that the rules name", "rules", "take the learning rate that the rules name")
-    if (c.still or (c.word == "got worse" and c.by == "reward")) and c.found:
+    if (c.no_gain_known or (c.verdict == "got worse" and c.by == "reward")) and c.found:
         yield Advice("what the rules saw", "rules", "do first what the rules say of its last steps")
-    if c.word == "got worse" and c.by == "reward":
+    if c.verdict == "got worse" and c.by == "reward":
         at, score = c.best
         # At a step between, and better than the start by a hundredth of the scale: else it was at no time better.
         if 0 < at < c.s.steps and score > c.curve[0][1] + 0.01 * c.width:
             text = f"it was best at step {at} ({number_text(score)}): take --checkpoint best, or stop there"
             yield Advice("best at a step", CAUSE, text)
-    # How far the training reward must have risen for the next piece. Under any other word it is never given.
-    enough = {"did not learn": 0.05, "got worse": 0.02}.get(c.word, math.inf) * c.width
+    # How far the training reward must have risen for the next piece. Under any other verdict it is never given.
+    enough = {"did not learn": 0.05, "got worse": 0.02}.get(c.verdict, math.inf) * c.width
     if isinstance(c.s.stage, Reinforce) and c.by == "reward" and c.rose > enough:
         text = "its training reward rose and held-out did not: use more prompts, or fewer steps"
         yield Advice("learned by heart", CAUSE, text)
     # With a named cause the rate is not to blame.
-    if c.word == "got worse" and c.moved and not c.found and c.by_heart is None:
+    if c.verdict == "got worse" and c.moved and not c.found and c.by_heart is None:
         yield Advice("slower", "rate", f"lower the learning rate: {c.rate(1 / 3)}")
 
 
@@ -298,48 +299,48 @@ def _flat(c: Case) -> Iterator[Advice]:
     """Advice about the causes of a stage that did not learn."""
     level, passed = c.one_level, None if c.s.graded else c.s.accuracy
     # A reward that is one number for all answers has nothing to learn from, whatever the rate.
-    if c.still and c.s.graded and level is not None and not c.found:
+    if c.no_gain_known and c.s.graded and level is not None and not c.found:
         text = f"every answer earned {level:g}: if the reward pays wrong answers as much, mend it; else use"
         yield Advice("one reward for all, of grades", CAUSE, f"{text} prompts of another difficulty")
-    if c.still and not c.s.graded and level is not None and level > 0 and not c.found:
+    if c.no_gain_known and not c.s.graded and level is not None and level > 0 and not c.found:
         text = f"every answer earned {level:g}: mend the reward if it pays for wrong answers too, else use"
         yield Advice("one reward for all", CAUSE, f"{text} harder prompts")
-    if c.still and passed is not None and passed.before == passed.after == 0 and c.rose <= 0.05:
+    if c.no_gain_known and passed is not None and passed.before == passed.after == 0 and c.rose <= 0.05:
         text = "no held-out answer was right, before or after: use easier prompts, imitate right answers first, or"
         yield Advice("never right", CAUSE, f"{text} mend the reward")
-    if c.still and passed is not None and passed.before > 0.9:
+    if c.no_gain_known and passed is not None and passed.before > 0.9:
         yield Advice("right before", CAUSE, f"it was right {passed.before:.0%} of the time before: use harder prompts")
     # From here on the advice is to change the rate or the steps, which helps only a stage that moved.
     if not c.moved or c.found:
         return
-    if c.fell and c.word in ("did not learn", "cannot be told"):
+    if c.fell and c.verdict in ("did not learn", "cannot be told"):
         yield Advice("it fell", CAUSE, f"it rather fell: fewer steps, or a lower learning rate ({c.rate(1 / 3)})")
     sampled = isinstance(c.s.stage, Reinforce)
-    if c.still and sampled and level is None and c.s.rewards and abs(c.rose) <= 0.05 * c.width:
+    if c.no_gain_known and sampled and level is None and c.s.rewards and abs(c.rose) <= 0.05 * c.width:
         began, ended = map(number_text, c.began_and_ended)
         of = f" of a range of {number_text(c.width, '.2g')}" if c.s.graded else ""
         text = f"training reward hardly changed ({began} to {ended}{of}): a higher learning rate or more steps"
         yield Advice("faster", CAUSE, f"{text} ({c.rate(3)})")
-    if c.still and not sampled and c.longer:
+    if c.no_gain_known and not sampled and c.longer:
         yield Advice("longer or faster", CAUSE, f"more steps or a higher learning rate: {c.longer} {c.rate(3)}")
 
 
 def _onward(c: Case) -> Iterator[Advice]:
     """Advice for a stage that samples: what to read, and whether to go on."""
-    if c.still and isinstance(c.s.stage, Reinforce):
+    if c.no_gain_known and isinstance(c.s.stage, Reinforce):
         yield Advice("read what it says", "look", f"{c.show()}  # read what it says, and what it is paid for")
     points = [x for _, x in c.curve]
     # Near 1 there is nothing left to rise.
     full = not c.s.graded and bool(points) and points[-1] >= 0.97
     rising = len(points) >= 3 and points[-1] > points[-2] + 0.01 * c.width and not full
-    if c.word == "learned" and c.by == "reward" and c.s.done and rising and c.longer:
+    if c.verdict == "learned" and c.by == "reward" and c.s.done and rising and c.longer:
         yield Advice("still rising", CAUSE, f"it was still rising at its end: {c.longer}")
 
 
 def _rows(c: Case) -> Iterator[Advice]:
     """Advice for a stage that is judged by its held-out pairs or by its held-out loss."""
     # A stage that fell is not to go on for longer.
-    unsure = c.word == "cannot be told" and not c.fell and bool(c.longer)
+    unsure = c.verdict == "cannot be told" and not c.fell and bool(c.longer)
     if c.by == "pairs" and unsure:
         text = f"more steps, or more held-out pairs ({c.env_path}.heldout): {c.longer}"
         yield Advice("longer, or more pairs", CAUSE, text)

@@ -9,7 +9,7 @@ from posttrain.config.run import Run
 from posttrain.core.gauge import Step
 from posttrain.core.measure.heldout_loss import perplexity
 from posttrain.core.measure.interval import Gain, Score
-from posttrain.diagnose.advice import WORTH, Case, Word, advice
+from posttrain.diagnose.advice import WORTH, Case, LearningVerdict, advice
 from posttrain.diagnose.measurement import common_scale
 from posttrain.diagnose.rules.notes_once import findings_of
 from posttrain.diagnose.run_outcome import RunOutcome, StageOutcome
@@ -24,7 +24,7 @@ PROMPTS = "prompts"
 class Learning:
     """The answer to "did it learn?" for one stage."""
 
-    word: Word
+    word: LearningVerdict
     text: str
     """One sentence, with the figures, the steps they were measured at, and the number of prompts."""
     advice: tuple[str, ...] = ()
@@ -80,15 +80,15 @@ def stage_learned(
     gain, what = (s.reward, "mean reward") if s.graded else (s.accuracy, "accuracy")
     low, high = common_scale((s.start, s.end))
     width = high - low if s.graded else 1.0
-    word, figures, accuracy_words = _word(gain, width), f"held-out {what} {_figures(s, gain)}", _accuracy_words(s)
-    case = replace(undecided, word=word, by="reward", gain=gain, change=gain.mean, width=width)
+    verdict, figures, accuracy_words = _verdict(gain, width), f"held-out {what} {_figures(s, gain)}", _accuracy_words(s)
+    case = replace(undecided, verdict=verdict, by="reward", gain=gain, change=gain.mean, width=width)
     # No update, no learning, whatever noise the two evaluations show.
     if s.steps and not s.updates:
         sentence = f"{s.name} did not learn: none of its {s.steps} steps changed the weights"
-        return _answer(replace(case, word="did not learn"), sentence)
-    paid_more = replace(case, word="paid more, not more often right")
+        return _answer(replace(case, verdict="did not learn"), sentence)
+    paid_more = replace(case, verdict="paid more, not more often right")
     # The reward rose and the share of right answers did not: paid for something else.
-    if word == "learned" and _wants_right(run, s) and _word(s.accuracy, 1.0) in ("did not learn", "got worse"):
+    if verdict == "learned" and _wants_right(run, s) and _verdict(s.accuracy, 1.0) in ("did not learn", "got worse"):
         return _answer(paid_more, f"{s.name} is paid more, but not more often right: {figures}{accuracy_words}")
     # The proxy rose for sure, and neither of the measured figures did.
     if s.proxy is not None and s.proxy.low > 0 and max(gain.low, s.reward.low) <= 0:
@@ -97,9 +97,9 @@ def stage_learned(
             replace(paid_more, exploited=True),
             f"{s.name} is paid more, and no gain is seen in what is measured: {proxy_words}; {figures}",
         )
-    if word == "cannot be told":
+    if verdict == "cannot be told":
         return _answer(case, f"cannot be told whether {s.name} learned: {figures}, which holds 0{accuracy_words}")
-    return _answer(case, f"{s.name} {word}: {figures}{accuracy_words}")
+    return _answer(case, f"{s.name} {verdict}: {figures}{accuracy_words}")
 
 
 def _answer(case: Case, text: str) -> Learning:
@@ -107,7 +107,7 @@ def _answer(case: Case, text: str) -> Learning:
     s = case.s
     if s.updates and s.idle >= IDLE * s.steps:
         text += f"; {s.idle} of its {s.steps} steps changed no weights: they had no credit, or were skipped"
-    return Learning(case.word, text, advice(case))
+    return Learning(case.verdict, text, advice(case))
 
 
 def _wants_right(run: Run, s: StageOutcome) -> bool:
@@ -138,9 +138,9 @@ def _ordering(undecided: Case, after: Score, before: float) -> Learning:
     figures = f"it orders {after} of held-out pairs as they were judged, and {before:.3f} before"
     # The interval of the later share alone, as the earlier one came without an interval.
     if after.low > before:
-        return _answer(replace(case, word="learned"), f"{s.name} learned the pairs: {figures}")
+        return _answer(replace(case, verdict="learned"), f"{s.name} learned the pairs: {figures}")
     if after.high < before:
-        return _answer(replace(case, word="got worse"), f"{s.name} got worse: {figures}")
+        return _answer(replace(case, verdict="got worse"), f"{s.name} got worse: {figures}")
     return _answer(case, f"cannot be told whether {s.name} learned: {figures}")
 
 
@@ -154,14 +154,14 @@ def _likelier(undecided: Case, gain: Gain) -> Learning:
     )
     # A loss: lower is better, so the signs are turned round.
     if gain.high < 0:
-        return _answer(replace(case, word="learned"), f"{s.name} learned: {figures}")
+        return _answer(replace(case, verdict="learned"), f"{s.name} learned: {figures}")
     if gain.low > 0:
-        return _answer(replace(case, word="got worse"), f"{s.name} got worse: {figures}")
+        return _answer(replace(case, verdict="got worse"), f"{s.name} got worse: {figures}")
     return _answer(case, f"cannot be told whether {s.name} learned: {figures}")
 
 
-def _word(gain: Gain, width: float) -> Word:
-    """The word for a gain with its interval, on a scale of this width."""
+def _verdict(gain: Gain, width: float) -> LearningVerdict:
+    """The verdict for a gain with its interval, on a scale of this width."""
     if gain.low > 0:
         return "learned"
     if gain.high < 0:

@@ -22,6 +22,7 @@ from posttrain.ladder.pieces.piece import positive
 from posttrain.ladder.pieces.preference_pieces import (
     Added,
     DataMargin,
+    Desensitized,
     FDivergence,
     LabelNoise,
     MarginTerm,
@@ -190,7 +191,7 @@ def _meaningless(a: PreferenceAlgorithm) -> Iterator[str]:
         )
     if a.shift == "mismatched" and a.against == "nothing":
         yield "shift=mismatched is a mean of log-ratios to the reference. Set against=reference"
-    if a.shift == "mismatched" and type(a.statistic).__name__ != "Total":
+    if a.shift == "mismatched" and not isinstance(a.statistic, Total):
         yield "shift=mismatched is a mean of log-ratios of whole completions. Set statistic=total"
     if a.match is not None:
         yield from _meaningless_match(a)
@@ -214,7 +215,7 @@ def _meaningless_match(a: PreferenceAlgorithm) -> Iterator[str]:
     if a.weights is not None:
         yield f"match={a.match} joins sides of different pairs, whose weights are then nobody's. Set weights=none"
     # `Desensitized` scores a completion by the length of the other side, and sorting compares it with another pair's.
-    if type(a.statistic).__name__ == "Desensitized":
+    if isinstance(a.statistic, Desensitized):
         yield f"match={a.match} joins sides of different pairs, and desensitized compares lengths within one"
 
 

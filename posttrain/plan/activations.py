@@ -36,7 +36,7 @@ def inner(work: Work) -> float:
 
 def _gates(work: Work) -> int:
     """Vectors of width f that a compiled layer keeps: gate and up, and their product beneath an adapter."""
-    return 3 if work.adapter else 2
+    return 3 if work.adapter_parameters else 2
 
 
 def layer(work: Work) -> float:
@@ -98,12 +98,12 @@ def tile(work: Work) -> float:
     if ids > CHUNK_IDS:
         rows, most = TILE[kind]
         ids = -(-ids // -(-ids // most))
-    rows = min(rows, work.spoken)
+    rows = min(rows, work.spoken_tokens)
     # Few scores are kept until the backward pass (4 bytes each). More are computed again, tile by tile: 8 bytes are a
     # tile of scores and the copy that the softmax makes of it. Of weights in 2 bytes a block is converted, and its
     # gradient is summed, in float32.
-    if work.spoken * s.vocabulary <= KEPT_ELEMENTS[kind]:
-        return 4 * work.spoken * s.vocabulary + 8 * rows * ids
+    if work.spoken_tokens * s.vocabulary <= KEPT_ELEMENTS[kind]:
+        return 4 * work.spoken_tokens * s.vocabulary + 8 * rows * ids
     return 8 * rows * ids + (0 if work.width == 4 else 8 * ids * s.hidden)
 
 

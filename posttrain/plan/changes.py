@@ -40,12 +40,12 @@ def changes(work: Work, stage: str) -> Iterator[Saving]:
     while micro // 2 >= max(512, work.longest):  # a pass holds at least the longest sequence
         micro //= 2
         yield saving("more and smaller passes; no result changes", f"{stage}.micro_tokens={micro}", micro_tokens=micro)
-    if work.samples and work.cache > GIB:
+    if work.samples_answers and work.cache > GIB:
         gib = round(work.cache / GIB / 4, 1)
         price = "fewer sequences at once where the cache is full"
         yield saving(price, f"engine.cache_gib={gib:g}", cache=gib * GIB)
     # Only the embedded engine in the learner's process can sleep, and only while nobody asks it for samples ahead.
-    if work.samples and not work.vllm and not work.engines and not work.staleness and not work.sleep:
+    if work.samples_answers and not work.vllm and not work.engines and not work.staleness and not work.sleep:
         yield saving("the cache is made anew in every step", "engine.sleep=true", sleep=True)
     for how, price in (("selective", "about 1.04 of the learner's time"), ("full", "about 1.3 of the learner's time")):
         if work.checkpointing == "none" or (work.checkpointing, how) == ("selective", "full"):
@@ -122,10 +122,10 @@ def _sized(what: str, work: Work, stage: str, n: int) -> Saving:
         return Saving((f"{stage}.siblings={n}",), "", replace(work, siblings=n))
     if what == "batch":
         prompts = n * work.minibatches
-        words = (f"{stage}.{'prompts' if work.samples else 'batch'}={prompts}",)
+        words = (f"{stage}.{'prompts' if work.samples_answers else 'batch'}={prompts}",)
         return Saving(words, "", replace(work, prompts=prompts))
     at = work.lengths
-    words = (f"model.context={at.prompt + n}", *((f"{stage}.sampling.max_tokens={n}",) if work.samples else ()))
+    words = (f"model.context={at.prompt + n}", *((f"{stage}.sampling.max_tokens={n}",) if work.samples_answers else ()))
     # The mean length keeps its share of the longest, and a pass can hold the longest sequence.
     longer = replace(at, most=n, mean=max(1.0, at.mean / at.most * n))
     return Saving(words, "", replace(work, lengths=longer, micro_tokens=max(work.micro_tokens, at.prompt + n)))

@@ -142,7 +142,7 @@ def _learner_fits(work: Work, learners: int, room: float) -> Iterator[tuple[Work
             if _peak_bytes(fitted) > room:
                 continue
             # Larger passes until the memory or the minibatch ends it: the weights are brought together once a pass.
-            while fitted.micro_tokens < fitted.minibatch:
+            while fitted.micro_tokens < fitted.minibatch_tokens:
                 more = replace(fitted, micro_tokens=2 * fitted.micro_tokens)
                 if _peak_bytes(more) > room:
                     break

@@ -130,10 +130,10 @@ class Place:
 def places(work: Work) -> tuple[Place, ...]:
     """The learner's process, and that of each engine where engines have processes of their own."""
     sampling = SAMPLING if work.ranks == 1 else SAMPLING_RANKS
-    least = max(SEVERAL * (work.passes > 1), sampling * work.samples)
-    between = max(BETWEEN[work.checkpointing], least, HEADLESS * (not work.head), ADAPTED * (work.adapter > 0))
+    least = max(SEVERAL * (work.passes > 1), sampling * work.samples_answers, ADAPTED * (work.adapter_parameters > 0))
+    between = max(BETWEEN[work.checkpointing], least, HEADLESS * (not work.head))
     learner, engine = tuple(_learner(work)), tuple(_engine(work))
-    if not (work.engines and work.samples):
+    if not (work.engines and work.samples_answers):
         return (Place("learner and engine", (*learner, *engine), work.accelerator, between),)
     each = Place("each engine", engine, work.accelerator, BETWEEN["none"])
     return (Place("learner", learner, work.accelerator, between), each)
@@ -155,15 +155,15 @@ def _learner(work: Work) -> Iterator[Term]:
     if work.accelerator:  # what is on its way to engines lies in the host's memory, which is not planned here
         return
     whole, largest = (n * work.width for n in (work.shape.parameters, work.shape.vocabulary * work.shape.hidden))
-    if work.engines and work.samples:
+    if work.engines and work.samples_answers:
         # `placement.delta` keeps what was sent last, to compare with.
         copies = 1 + work.delta
         formula = f"{copies * work.width} P: a block that engines read"
         yield Term("weights on their way", whole * copies, formula, ("sync",))
     # Rank 0 brings the parts of all ranks together in buckets, and joins the largest weight from its parts
     # (`engine.parallel.gather`).
-    if work.cut > 1 and work.samples:
-        received = min(whole, max(largest, BUCKET)) * (1 + 1 / work.cut) + largest
+    if work.copy_ranks > 1 and work.samples_answers:
+        received = min(whole, max(largest, BUCKET)) * (1 + 1 / work.copy_ranks) + largest
         yield Term("weights of all ranks on their way", received, "a bucket of all, and the largest weight", ("sync",))
     yield Term("libraries", LIBRARIES, "measured; kernels by shape", small=float(LIBRARIES))
 
@@ -174,9 +174,9 @@ def _weights(work: Work) -> Iterator[Term]:
     # Only the linear layers of the decoder are held in few bits: embedding, norms and head are as they were loaded.
     if work.quantize is not None:
         bits = QUANTISED[work.quantize]
-        quantised = work.in_linear * bits + (p - work.in_linear) * a
-        yield Term("weights", quantised / work.cut, f"{bits:g} bytes of a linear layer's numbers, {a} of the others")
-    elif work.cut_in_rows and a < 4 and not work.adapter:
+        quantised = (work.in_linear * bits + (p - work.in_linear) * a) / work.copy_ranks
+        yield Term("weights", quantised, f"{bits:g} bytes of a linear layer's numbers, {a} of the others")
+    elif work.cut_in_rows and a < 4 and not work.adapter_parameters:
         yield Term("weights", p * 4 * _share(work), f"4 P: float32, rounded where they are computed with{_over(work)}")
     else:
         yield Term("weights", p * a * _share(work), f"{a} P{_over(work)}")
@@ -185,11 +185,12 @@ def _weights(work: Work) -> Iterator[Term]:
         ends = s.parts["embedding"] + s.parts.get("head", 0)
         whole = (ends + (p - s.parts["embedding"]) / s.layers) * a
         yield Term("weights brought together", whole, "embedding, head, one layer", ("scoring", *KEPT, "gradients"))
-        if not work.adapter:
+        if not work.adapter_parameters:
             formula = f"{a + 4} V h: a whole one, and the copy that is sent"
             yield Term("gradients on their way", float((a + 4) * ends), formula, ("gradients",))
-    if work.adapter:
-        yield Term("adapter", 4.0 * work.adapter / work.cut, "4 T", small=4.0 * work.adapter)
+    if work.adapter_parameters:
+        adapter_bytes = 4.0 * work.adapter_parameters
+        yield Term("adapter", adapter_bytes / work.copy_ranks, "4 T", small=adapter_bytes)
     elif a < 4 and not work.cut_in_rows:
         yield _of_tensors(work, "float32 copies", 4, "{:g} T: what the optimizer moves")
 
@@ -202,13 +203,13 @@ def _training(work: Work) -> Iterator[Term]:
     yield _trained(work, "gradients", 4, "{:g} T", ("first update", "gradients", "update"))
     if work.passes > 1:
         yield _trained(work, "gradients of earlier passes", 4, "{:g} T", KEPT)
-    if work.width < 4 and not work.adapter and not work.cut_in_rows:
+    if work.width < 4 and not work.adapter_parameters and not work.cut_in_rows:
         yield _trained(work, "gradients before they are summed", work.width, "{:g} T", ("gradients",))
     bytes_each, formula = STATE[work.optimizer]
     if work.offload_optimizer:
         # A tensor is never cut, so one that is larger than a group is a group of its own.
-        largest = 0.0 if work.adapter else max(size for size, _ in tensors(work)) * _share(work)
-        at_once = min(work.trained, max(GROUP, largest))
+        largest = 0.0 if work.adapter_parameters else max(size for size, _ in tensors(work)) * _share(work)
+        at_once = min(work.trained_parameters, max(GROUP, largest))
         yield Term("optimizer state", bytes_each * at_once, "one group at a time", ("update",))
     else:
         yield _trained(work, "optimizer state", bytes_each, formula, MOVED)
@@ -223,12 +224,12 @@ def _proofs(work: Work) -> Iterator[Term]:
     copy. The other shows that shared beginnings change nothing.
     """
     # An adapter has many small matrices; 64 equal ones stand for them.
-    moved = [(work.adapter // 64, 64)] if work.adapter else tensors(work)
+    moved = [(work.adapter_parameters // 64, 64)] if work.adapter_parameters else tensors(work)
     sizes = sorted(size * _share(work) for size, count in moved for _ in range(int(count)))
     # The smallest first, as long as their sum is within the limit: as the check chooses them.
     checked = sum(size for size, end in zip(sizes, accumulate(sizes), strict=True) if end <= IN_FULL)
     yield _small("check of the first update", 28.0 * checked, "28 bytes x numbers of small weights", ("first update",))
-    if work.share and work.siblings > 1 and work.parallel == "rows" and work.ranks == 1 and not work.adapter:
+    if work.share and work.siblings > 1 and work.parallel == "rows" and work.ranks == 1 and not work.adapter_parameters:
         both = work.width * (2 * work.shape.parameters + work.shape.vocabulary * work.shape.hidden)
         formula = f"{2 * work.width} P + {work.width} V h: two gradients, and a difference"
         yield Term("proof of shared beginnings", both, formula, ("first scoring",))
@@ -236,15 +237,15 @@ def _proofs(work: Work) -> Iterator[Term]:
 
 def _passes(work: Work) -> Iterator[Term]:
     """Yields the terms of forward and backward passes."""
-    n, n_text, hidden = work.tokens, f"N = {work.tokens:,.0f}", work.shape.hidden
+    n, n_text, hidden = work.pass_tokens, f"N = {work.pass_tokens:,.0f}", work.shape.hidden
     # The share of a layer's activations that a rank keeps. Tensor parallelism cuts about half of them.
-    share = 1.0 if work.parallel != "tensor" or work.ranks == 1 else 0.5 + 0.5 / work.cut
+    share = 1.0 if work.parallel != "tensor" or work.ranks == 1 else 0.5 + 0.5 / work.copy_ranks
     if not work.offload_activations:
         bytes_each = activations.kept(work) * share
-        layers = n * bytes_each - (n - work.spoken) * activations.unread(work)
+        layers = n * bytes_each - (n - work.spoken_tokens) * activations.unread(work)
         yield _small("activations", layers, f"{bytes_each:,.0f} bytes x {n_text}", KEPT)
         # Of the tokens that are learned from, also the hidden states as float32 for the head, and their gradient.
-        outside = n * activations.ends(work) + 2 * work.spoken * 4 * hidden
+        outside = n * activations.ends(work) + 2 * work.spoken_tokens * 4 * hidden
         yield _small("hidden states outside the layers", outside, "first, last, and for the head", KEPT)
     one_layer, formula = n * (activations.layer(work) * share), f"one layer x {n_text}"
     if work.checkpointing != "none":
@@ -253,12 +254,12 @@ def _passes(work: Work) -> Iterator[Term]:
         yield _small("last layer of the backward", one_layer, formula, ("gradients",))
     in_backward = n * activations.backward(work)
     yield _small("gradients of activations", in_backward, f"2 f + 2 h numbers x {n_text}", ("backward", "gradients"))
-    step = min(activations.SCORE_TOKENS, work.minibatch * work.minibatches)
-    if work.samples:
+    step = min(activations.SCORE_TOKENS, work.minibatch_tokens * work.minibatches)
+    if work.samples_answers:
         yield _small("pass without gradient", step * activations.scoring(work), f"{step:,.0f} tokens", ("scoring",))
     if work.head:
         yield _small("head's tiles", activations.tile(work), "scores of a tile", ("scoring", *KEPT))
-        if not work.adapter:
+        if not work.adapter_parameters:
             made = float(work.shape.vocabulary * hidden * work.width)
             # In a single pass it becomes the gradient of the weight itself, which `gradients` counts; with
             # several it is added to that one.
@@ -273,8 +274,8 @@ def _engine(work: Work) -> Iterator[Term]:
     """Yields the terms of one engine."""
     # In the same process learner and engine read the same frozen weights. The engine has an adapter of its own, since
     # the learner's changes before the engine is given it.
-    if work.adapter and not work.vllm and not work.engines:
-        adapter_bytes = 4.0 * work.adapter
+    if work.adapter_parameters and not work.vllm and not work.engines:
+        adapter_bytes = 4.0 * work.adapter_parameters
         yield Term("engine's adapter", adapter_bytes, "4 T: the frozen weights are shared", small=adapter_bytes)
         # The compiled decoder joins the layers of one input, and holds those with an adapter merged
         # (`engine.embedded.cache.fused_decoder`).
@@ -284,7 +285,7 @@ def _engine(work: Work) -> Iterator[Term]:
             yield Term("engine's merged layers", 4.0 * work.in_linear, formula, small=small)
     else:
         yield _of_tensors(work, "engine's weights", work.width, "{:g} P", divided=False)
-    if not work.samples:
+    if not work.samples_answers:
         return
     cached, formula = _cache(work)
     yield Term("cache of keys and values", cached, formula, ("rollout",) if work.sleep else INSTANTS)
@@ -333,7 +334,7 @@ def _of_tensors(
     # different ones there are is not known: as many as tokens, and at most a quarter of the vocabulary.
     by_rows = not work.head and work.ranks == 1 and work.shape.vocabulary * work.shape.hidden >= WORTH
     if name.startswith("gradients") and by_rows:
-        total -= each * (work.shape.vocabulary - min(work.tokens, work.shape.vocabulary / 4)) * work.shape.hidden
+        total -= each * (work.shape.vocabulary - min(work.pass_tokens, work.shape.vocabulary / 4)) * work.shape.hidden
     # glibc decides by the size of a single block. So what counts is the size of one tensor on this rank. 8 bytes are
     # two moments of 4, each a tensor of its own.
     parts = 2 if each == 8 else 1
@@ -344,8 +345,8 @@ def _of_tensors(
 
 def _trained(work: Work, name: str, each: float, formula: str, instants: tuple[Instant, ...]) -> Term:
     """The term of something that has `each` bytes for each number that trains."""
-    if work.adapter:
-        return _small(name, each * work.adapter / work.cut, formula.format(each), instants)
+    if work.adapter_parameters:
+        return _small(name, each * work.adapter_parameters / work.copy_ranks, formula.format(each), instants)
     return _of_tensors(work, name, each, formula, instants)
 
 
@@ -361,14 +362,14 @@ def _kept_small(held: float) -> float:
 
 def _share(work: Work) -> float:
     """The share of the weights that a rank holds."""
-    if work.parallel == "rows" or work.cut == 1:
-        return 1 / work.cut
+    if work.parallel == "rows" or work.copy_ranks == 1:
+        return 1 / work.copy_ranks
     s, whole = work.shape, work.shape.parameters
     # Expert parallelism cuts the experts alone, tensor parallelism the linear layers too; all else is whole.
     cut = s.parts.get("experts", 0) + work.in_linear * (work.parallel == "tensor")
-    return (whole - cut + cut / work.cut) / whole
+    return (whole - cut + cut / work.copy_ranks) / whole
 
 
 def _over(work: Work) -> str:
     """Words for a formula that say over how many ranks the weights are cut; '' where they are whole."""
-    return "" if work.cut == 1 else f", cut over {work.cut} ranks"
+    return "" if work.copy_ranks == 1 else f", cut over {work.copy_ranks} ranks"

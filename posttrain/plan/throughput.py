@@ -146,7 +146,7 @@ class Throughput:
     def times(self) -> Times:
         """The five times, multiplied by the assumed factors."""
         a, plain = self.assumed, Times(0, 0, self.reference, self.learn, 0)
-        if self.work.samples:
+        if self.work.samples_answers:
             # A filter that keeps a share of the groups has 1 / kept times as many played, and judged.
             reward = a.reward * (self.work.sequences / a.kept) / a.judges
             plain = replace(plain, rollout=(self.prefill + self.decode) / a.kept, reward=reward, sync=self.sync)
@@ -231,7 +231,7 @@ class Throughput:
         """Seconds of `products` products with the head's weight over the tokens that are learned from, whose scores are
         read and written `touched` times."""
         # A reward model has no head.
-        s, spoken = self.work.shape, self.tokens * self.work.spoken / self.work.tokens * self.work.head
+        s, spoken = self.work.shape, self.tokens * self.work.spoken_tokens / self.work.pass_tokens * self.work.head
         arithmetic = 2 * s.vocabulary * s.hidden / self.machine.flops
         traffic = SCORES * s.vocabulary / self.machine.bandwidth
         return spoken * (products * arithmetic + touched * traffic) / self.learners
@@ -244,7 +244,7 @@ class Throughput:
     @property
     def tokens(self) -> float:
         """Number of tokens that the learner computes in a step, shared beginnings once."""
-        return self.work.prompts * self.work.unit * self.work.learned
+        return self.work.prompts * self.work.group_tokens * self.work.learned
 
     @property
     def reference(self) -> float:
@@ -270,17 +270,17 @@ class Throughput:
         products = 3 if w.lora is not None else 4  # scores are computed again
         computed = passes * self._body + self._head(products, products)
         # 28 bytes in float32: the weight and two moments read and written (24), the gradient read (4).
-        moved = w.trained * 28.0 / (self.machine.bandwidth * self.learners)
+        moved = w.trained_parameters * 28.0 / (self.machine.bandwidth * self.learners)
         # Ranks that hold rows of the weights bring them together twice a pass and sum gradients once. It goes on at the
         # same time as the arithmetic, so the longer of the two counts.
         sent = 3 * w.shape.parameters * w.width * w.passes * w.minibatches * w.cut_in_rows
-        return (max(computed, sent / self.machine.between(w.cut)) + moved * w.minibatches) * w.epochs
+        return (max(computed, sent / self.machine.between(w.copy_ranks)) + moved * w.minibatches) * w.epochs
 
     @property
     def sync(self) -> float:
         """Seconds to bring the weights to the engines: within a device, or from one to another."""
         w = self.work
-        sent = (w.adapter or w.shape.parameters) * w.width
+        sent = (w.adapter_parameters or w.shape.parameters) * w.width
         if self.topology == "colocated":
             # Read once and written once, in the memory of the same device.
             fingerprints = PUSHED * w.shape.parameters * w.width if self.processor else 0.0
@@ -317,7 +317,7 @@ class Throughput:
     def utilisation(self) -> float:
         """The operations that learning and sampling need, as a share of what all devices could do at their peaks."""
         w = self.work
-        head = 2 * w.shape.vocabulary * w.shape.hidden * w.spoken / w.tokens * w.head
+        head = 2 * w.shape.vocabulary * w.shape.hidden * w.spoken_tokens / w.pass_tokens * w.head
         # What the mathematics asks for alone: 3 forwards of learning and one of sampling. What is computed again, and
         # attention of sampling, count as nothing.
         needed = self.tokens * (self._each + head) * 3 * w.epochs + self.said * 2 * w.shape.active

@@ -56,7 +56,7 @@ class Work:
     offload_optimizer: bool = False
     share: bool = True
     """`model.share_prefixes`"""
-    samples: bool = False
+    samples_answers: bool = False
     """Whether it samples from the policy."""
     reference: bool = False
     """Whether a second model scores."""
@@ -110,48 +110,48 @@ class Work:
         return plain and not self.accelerator and self.width == 4 and self.checkpointing == "none"
 
     @property
-    def unit(self) -> float:
+    def group_tokens(self) -> float:
         """Tokens computed for one group of siblings: a shared prompt once, the last token of an answer never."""
         prompts = 1 if self.share else self.siblings
         return self.lengths.prompt * prompts + (self.lengths.answer - 1) * self.siblings
 
     @property
-    def minibatch(self) -> float:
+    def minibatch_tokens(self) -> float:
         """Tokens computed for one optimizer step, on one rank."""
         # With rows of the weights each rank computes other tokens; else every rank computes all of them.
         divided = self.ranks if self.parallel == "rows" else 1
-        return self.prompts * self.unit * self.learned / self.minibatches / divided
+        return self.prompts * self.group_tokens * self.learned / self.minibatches / divided
 
     @property
-    def tokens(self) -> float:
+    def pass_tokens(self) -> float:
         """Tokens computed in the largest forward and backward pass."""
         # The minibatch is one pass if it fits. Else passes are filled with whole sequences of the mean length, and a
         # sequence that is longer than a pass gets one of its own.
-        if self.minibatch <= self.micro_tokens:
-            return self.minibatch
-        sequence = self.unit / self.siblings
+        if self.minibatch_tokens <= self.micro_tokens:
+            return self.minibatch_tokens
+        sequence = self.group_tokens / self.siblings
         return max(self.longest - 1.0, sequence * (self.micro_tokens // sequence))
 
     @property
     def passes(self) -> int:
         """Forward and backward passes of an optimizer step."""
         # Without the small number a whole quotient with a rounding error would count one pass more.
-        return math.ceil(self.minibatch / self.tokens - 1e-9)
+        return math.ceil(self.minibatch_tokens / self.pass_tokens - 1e-9)
 
     @property
-    def spoken(self) -> float:
+    def spoken_tokens(self) -> float:
         """Tokens of a pass whose log-probs are learned: those of answers, as prompts are only read."""
-        return self.tokens * self.lengths.answer * self.siblings / self.unit
+        return self.pass_tokens * self.lengths.answer * self.siblings / self.group_tokens
 
     @property
-    def cut(self) -> int:
+    def copy_ranks(self) -> int:
         """Ranks over which one copy of the weights is cut."""
         return self.ranks // self.replicas
 
     @property
     def cut_in_rows(self) -> bool:
         """Whether ranks hold rows of every weight, and bring a layer together to compute with it."""
-        return self.parallel == "rows" and self.cut > 1
+        return self.parallel == "rows" and self.copy_ranks > 1
 
     # --- parameters --------------------------------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class Work:
         return sum(i * o * n for i, o, n in self.linear.values())
 
     @property
-    def adapter(self) -> int:
+    def adapter_parameters(self) -> int:
         """Parameters of the adapter; 0: all weights train."""
         if self.lora is None:
             return 0
@@ -182,10 +182,10 @@ class Work:
         return sum(self.lora.rank * (i + o) * n for i, o, n in chosen)
 
     @property
-    def trained(self) -> int:
+    def trained_parameters(self) -> int:
         """Parameters that train."""
         # A value head is one row and a bias.
-        return self.adapter or self.shape.parameters + self.values * (self.shape.hidden + 1)
+        return self.adapter_parameters or self.shape.parameters + self.values * (self.shape.hidden + 1)
 
 
 def work_of(run: Run, stage: Stage, shape: ModelShape, lengths: Lengths) -> Work:
@@ -213,7 +213,7 @@ def work_of(run: Run, stage: Stage, shape: ModelShape, lengths: Lengths) -> Work
         sleep=isinstance(engine, Embedded) and engine.sleep,
         engines=0 if isinstance(run.placement, Local) else run.placement.engines,
         delta=isinstance(run.placement, Processes) and run.placement.delta,
-        samples=isinstance(stage, Reinforce | OnlinePreference | Rejection),
+        samples_answers=isinstance(stage, Reinforce | OnlinePreference | Rejection),
         judging=len({m for r in run.env_of(stage).rewards for m in (*r.models, r.judge_run, r.meta) if m}),
     )
     # What is compared with is a second model, but for an adapter that is switched off, which is its own reference.

@@ -52,7 +52,7 @@ class RubricJudge:
     endpoint: Endpoint
     resolution: float = RESOLUTION
     calls: int = 0
-    """Requests of the run so far. One that is resumed goes on from its record (`count_on`)."""
+    """Requests of the run so far. One that is resumed goes on from its record (`restore_call_counts`)."""
     _model: RemoteModel | None = None
     _kept: dict[bytes, asyncio.Task[Verdict]] = field(default_factory=dict[bytes, "asyncio.Task[Verdict]"])
     _counts: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])

@@ -80,7 +80,7 @@ def case(stage: Any = RL, graded: bool = False, of: dict[str, Any] | None = None
 def blind(of: dict[str, Any] | None = None, at: Run | None = None, **changed: Any) -> Case:
     """A stage of which nothing can be told."""
     found = {"unpaired": "not measured", "accuracy": None, "reward": None, "start": None, "end": None, **(of or {})}
-    nothing = case(of=found, word="cannot be told", by="nothing", gain=None, change=None, **changed)
+    nothing = case(of=found, verdict="cannot be told", by="nothing", gain=None, change=None, **changed)
     return nothing if at is None else replace(nothing, run=at)
 
 
@@ -88,7 +88,7 @@ def losses(*values: float, **changed: Any) -> Case:
     class Curved(StageOutcome):
         heldout_losses = tuple((20 * i, v) for i, v in enumerate(values))  # type: ignore[assignment]
 
-    base = case(PAIRS, by="loss", word="got worse", gain=gain(values[0], values[-1]), change=values[0] - values[-1])
+    base = case(PAIRS, by="loss", verdict="got worse", gain=gain(values[0], values[-1]), change=values[0] - values[-1])
     found = Curved(**{n: getattr(base.s, n) for n in StageOutcome.__dataclass_fields__})
     return replace(base, s=found, **changed)
 
@@ -98,10 +98,10 @@ RISING = tuple((i, 0.2 + i / 80) for i in range(1, 41))
 TOO_EASY = "the tasks are too easy for this policy: 98% of the answers are right"
 RATE = "the learning rate is far too low. Set rl.optimizer.lr=5e-2"
 PAID = "paid more, not more often right"
-FELL = {"word": "got worse", "gain": gain(0.8, 0.4), "change": -0.4}
+FELL = {"verdict": "got worse", "gain": gain(0.8, 0.4), "change": -0.4}
 BEST_AT_20 = {"heldout": ((0, 0.4), (20, 0.7), (40, 0.2))}
 ONE = {"rewards": tuple((i, 0.25) for i in range(1, 41))}
-UNSURE = {"word": "cannot be told", "gain": gain(0.4, 0.45), "change": 0.05}
+UNSURE = {"verdict": "cannot be told", "gain": gain(0.4, 0.45), "change": 0.05}
 NEVER = gain(0.0, 0.0)
 EASY = gain(0.95, 0.95)
 
@@ -121,15 +121,15 @@ TABLE: dict[str, tuple[Case, Case]] = {
         blind(of={"start": measured(0.4, 0), "end": measured(0.4, 40)}),
         blind(of={"end": measured(0.4, 40)}),
     ),
-    "what is paid now": (case(word=PAID), case(word="learned")),
-    "a larger KL": (case(word=PAID, exploited=True), case(PAIRS, word=PAID, exploited=True)),
+    "what is paid now": (case(verdict=PAID), case(verdict="learned")),
+    "a larger KL": (case(verdict=PAID, exploited=True), case(PAIRS, verdict=PAID, exploited=True)),
     "more judgements": (
-        case(word=PAID, exploited=True, run=run(env={"rewards": (MODEL,)})),
-        case(word=PAID, exploited=True),
+        case(verdict=PAID, exploited=True, run=run(env={"rewards": (MODEL,)})),
+        case(verdict=PAID, exploited=True),
     ),
     "lower other weights": (
-        case(word=PAID, run=run(env={"rewards": (*EXACT, Reward(function="x.py:brief"))})),
-        case(word=PAID),
+        case(verdict=PAID, run=run(env={"rewards": (*EXACT, Reward(function="x.py:brief"))})),
+        case(verdict=PAID),
     ),
     "more held out": (case(**UNSURE, prompts=4000), case(**UNSURE, prompts=60)),
     "more data": (case(**UNSURE, prompts=60), case(**UNSURE, prompts=4000)),
@@ -137,7 +137,7 @@ TABLE: dict[str, tuple[Case, Case]] = {
     "what the rules saw": (case(found=(TOO_EASY,)), case()),
     "best at a step": (case(**FELL, of=BEST_AT_20), case(**FELL)),
     "learned by heart": (case(of={"rewards": RISING}), case()),
-    "slower": (case(**FELL), case(word="learned")),
+    "slower": (case(**FELL), case(verdict="learned")),
     "one reward for all, of grades": (case(graded=True, of=ONE), case(of=ONE)),
     "one reward for all": (case(of=ONE), case(graded=True, of=ONE)),
     "never right": (
@@ -145,27 +145,27 @@ TABLE: dict[str, tuple[Case, Case]] = {
         case(graded=True, of={"accuracy": NEVER}),
     ),
     "right before": (case(of={"accuracy": EASY}, gain=EASY), case(graded=True, of={"accuracy": EASY})),
-    "it fell": (case(PAIRS, word="cannot be told", gain=gain(0.79, 0.56, 0.3), change=-0.23), case(PAIRS)),
+    "it fell": (case(PAIRS, verdict="cannot be told", gain=gain(0.79, 0.56, 0.3), change=-0.23), case(PAIRS)),
     "faster": (case(), case(found=(TOO_EASY,))),
     "longer or faster": (
         case(PAIRS),
-        case(PAIRS, word="cannot be told", gain=gain(0.79, 0.56, 0.3), change=-0.23),
+        case(PAIRS, verdict="cannot be told", gain=gain(0.79, 0.56, 0.3), change=-0.23),
     ),
     "read what it says": (case(), case(PAIRS)),
     "still rising": (
-        case(word="learned", of={"heldout": ((0, 0.2), (20, 0.4), (40, 0.6))}),
-        case(word="learned", of={"heldout": ((0, 0.2), (20, 0.9), (40, 0.98))}),
+        case(verdict="learned", of={"heldout": ((0, 0.2), (20, 0.4), (40, 0.6))}),
+        case(verdict="learned", of={"heldout": ((0, 0.2), (20, 0.9), (40, 0.98))}),
     ),
     "longer, or more pairs": (
-        case(PAIRS, by="pairs", word="cannot be told", change=0.02),
-        case(PAIRS, by="pairs", word="cannot be told", change=-0.23),
+        case(PAIRS, by="pairs", verdict="cannot be told", change=0.02),
+        case(PAIRS, by="pairs", verdict="cannot be told", change=-0.23),
     ),
     "answers are not measured": (
-        case(PAIRS, by="pairs", word="learned", run=run(PAIRS, env={"rewards": ()})),
-        case(PAIRS, by="pairs", word="learned"),
+        case(PAIRS, by="pairs", verdict="learned", run=run(PAIRS, env={"rewards": ()})),
+        case(PAIRS, by="pairs", verdict="learned"),
     ),
     "stop at the lowest loss": (losses(3.0, 2.0, 3.5), losses(3.0, 3.2, 3.5)),
-    "more rows, or longer": (losses(3.0, 2.99, word="cannot be told"), losses(3.0, 3.2, word="cannot be told")),
+    "more rows, or longer": (losses(3.0, 2.99, verdict="cannot be told"), losses(3.0, 3.2, verdict="cannot be told")),
 }
 
 
@@ -195,7 +195,7 @@ def test_words_that_did_harm() -> None:
     few = advice(case(**UNSURE, prompts=60))
     assert "its data has 60 prompts" in few[0] and not any("heldout=" in x for x in few)
     assert advice(blind(at=run(env={"heldout": 0}), prompts=60)) == ("hold prompts out: env.heldout=12",)
-    fell = advice(case(PAIRS, word="cannot be told", gain=gain(0.79, 0.56, 0.3), change=-0.23))
+    fell = advice(case(PAIRS, verdict="cannot be told", gain=gain(0.79, 0.56, 0.3), change=-0.23))
     assert any("it rather fell" in x for x in fell) and not any("more steps" in x for x in fell)
     assert not any("higher learning rate" in x for x in advice(case(found=(TOO_EASY,))))
 

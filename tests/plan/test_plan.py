@@ -58,7 +58,7 @@ SEVEN = Work(
     micro_tokens=8192,
     width=2,
     accelerator=True,
-    samples=True,
+    samples_answers=True,
 )
 OLD_SEVEN = shape_of(
     {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -129,7 +129,7 @@ def test_prefill_of_shared_prompts(siblings: int, saving: float) -> None:
     """K / (1 + K G / P) at G / P = .1: of the positions that a learner computes, not of prompts alone, of which K - 1
     are saved."""
     work = replace(SEVEN, siblings=siblings, lengths=Lengths(prompt=1000, mean=101, most=101))
-    alone = siblings * 1000 / work.unit  # the last token of an answer is not computed
+    alone = siblings * 1000 / work.group_tokens  # the last token of an answer is not computed
     assert alone == pytest.approx(saving, abs=0.01)
 
 
@@ -185,7 +185,7 @@ def test_checkpointing_takes_what_was_measured(how: Any, mebibytes: float) -> No
         {"model_type": "qwen3", "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "head_dim": 64,
          "num_key_value_heads": 4, "intermediate_size": 1536, "vocab_size": 1024, "tie_word_embeddings": True}
     )  # fmt: skip
-    work = replace(SEVEN, shape=shape, width=4, accelerator=False, checkpointing=how, samples=False)
+    work = replace(SEVEN, shape=shape, width=4, accelerator=False, checkpointing=how, samples_answers=False)
     plain = replace(work, shape=replace(shape, family="olmo2"))  # no compiled layers
     again = 0 if how == "none" else activations.layer(plain)
     found = 2048 * (activations.kept(plain) + again + activations.ends(plain)) / 2**20

@@ -48,7 +48,9 @@ def probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_answers_of_one_length_have_no_spread() -> None:
     """Also where rounding makes the longest seem longer, and where all were cut at the limit."""
-    work = Work(shape=shape_by_name("Qwen2.5-0.5B"), lengths=Lengths(64, 192, 192), prompts=4, siblings=4, samples=True)
+    work = Work(
+        shape=shape_by_name("Qwen2.5-0.5B"), lengths=Lengths(64, 192, 192), prompts=4, siblings=4, samples_answers=True
+    )
     gauges = {"rollout/tokens": Gauge(16 * 192, 16), "engine/straggler": Gauge(1 + 1e-9, 1)}
     assert recorded_work(work, [Step("rl", 1, 1, gauges)]).lengths.cv == 0
     gauges["engine/straggler"] = Gauge(1.5, 1)
@@ -136,7 +138,7 @@ def test_a_run_that_leaves_its_plan_is_told_once(tmp_path: Path, capsys: pytest.
 
 SEVENTY = Work(
     shape=shape_by_name("Llama-3.1-70B"), lengths=Lengths(prompt=512, mean=2048, most=8192, cv=1.0), prompts=64,
-    siblings=8, width=2, accelerator=True, samples=True, reference=True, micro_tokens=8192,
+    siblings=8, width=2, accelerator=True, samples_answers=True, reference=True, micro_tokens=8192,
 )  # fmt: skip
 
 

@@ -237,21 +237,20 @@ def _price_line(price: float | None, own_M: np.ndarray) -> tuple[str, ...]:
     )
 
 
-def _with_its_experts(roles: ReinforceRoles, micro: Batch, logp_M: np.ndarray, fresh_M: np.ndarray) -> np.ndarray:
-    """The log-probs of a training pass, as they would be with the sampler's experts: where a mixture's learner may
-    choose others, the change that this makes in its scores is subtracted. Log-probs that agree anyway are returned as
-    they are. With `router_replay=start` the minibatch has the learner's choices, so the pass is compared with the
-    learner's scores alone, and `ExpertsCheck` compares these with the sampler's."""
-    follows, gap = as_sampled(roles.learner), Gap.of(micro[MU][fresh_M], logp_M[fresh_M])
+def _comparable_pass(roles: ReinforceRoles, micro: Batch, logp_M: np.ndarray, fresh_M: np.ndarray) -> np.ndarray:
+    """The log-probs of a training pass, comparable with the sampler's also where a mixture's learner may choose other
+    experts: the difference of the pass and the learner's own scores, added to log-probs by the sampler's experts.
+    Log-probs that agree anyway are returned as they are."""
+    follower, gap = as_sampled(roles.learner), Gap.of(micro[MU][fresh_M], logp_M[fresh_M])
     replays_start = roles.run.model.router_replay == "start"
-    may_differ = micro.routed_N is not None and (replays_start or follows is not roles.learner)
+    may_differ = micro.routed_N is not None and (replays_start or follower is not roles.learner)
     # Where the gap is within the least bound anyway, no further pass is made.
     if not may_differ or gap.within(LEAST[roles.run.model.dtype]):
         return logp_M
-    if replays_start:
-        # Compared with mu, this leaves the difference of the pass and the learner's own scores.
-        return (logp_M.astype(np.float64) - roles.learner.score(micro) + micro[MU]).astype(np.float32)
-    return (logp_M.astype(np.float64) - roles.learner.score(micro) + follows.score(micro)).astype(np.float32)
+    apart_M = logp_M.astype(np.float64) - roles.learner.score(micro)
+    # With `router_replay=start` the minibatch has the learner's choices, and nothing here can follow the sampler's. The
+    # sampler's own log-probs stand for such a score: `ExpertsCheck` compares the two.
+    return (apart_M + (micro[MU] if replays_start else follower.score(micro))).astype(np.float32)
 
 
 class SamplerCheck(Observer):
@@ -290,28 +289,30 @@ class SamplerCheck(Observer):
         episodes = [s for g in groups for s in g.episodes]
         segments = [s for g in groups for x in g.group.judged for s in x.segments]  # with the sampler's own experts
         packed = Packed.of(segments, [i for i, x in enumerate(episodes) for _ in x.episode.segments])
-        learner, follows = roles.learner.score(packed), as_sampled(roles.learner)
+        learner_M, follower = roles.learner.score(packed), as_sampled(roles.learner)
         version = np.concatenate([s.version[s.mask] for s in segments])
         mu = np.concatenate([s.logp[s.mask] for s in segments])
         # Tokens of earlier weights, as in groups that waited in a queue, are not compared.
         fresh, dtype = version == roles.trainer.version, roles.run.model.dtype
-        exact = lambda: follows.exact(packed)  # noqa: E731
+        exact = lambda: follower.exact(packed)  # noqa: E731
         same = roles.run.exact
         # The mixture's own choice is another model than the sampler's where rounding decides between two experts.
-        scored = learner if follows is roles.learner else follows.score(packed)
-        gauges = sampler_agrees(packed, mu, scored, fresh, dtype=dtype, exact=exact, text=roles.text, same=same)
+        as_sampled_M = learner_M if follower is roles.learner else follower.score(packed)
+        gauges = sampler_agrees(packed, mu, as_sampled_M, fresh, dtype=dtype, exact=exact, text=roles.text, same=same)
         if same:  # by code that shares nothing with the sampler's
-            packed_pass = roles.learner.packed_score(packed)
-            sampler_agrees(packed, mu, packed_pass, fresh, dtype=dtype, exact=exact, text=roles.text)
+            own_forward_M = roles.learner.packed_score(packed)
+            sampler_agrees(packed, mu, own_forward_M, fresh, dtype=dtype, exact=exact, text=roles.text)
         # Episodes are numbered anew without holes, as sums over episodes need it.
         sequence = np.unique(packed.sequence_M[fresh], return_inverse=True)[1]
-        band = noise_band(roles.stage.algorithm, mu[fresh], learner[fresh], sequence, dtype)
+        band = noise_band(roles.stage.algorithm, mu[fresh], learner_M[fresh], sequence, dtype)
         # Only a reference that began as the policy is at a distance of 0.
         if roles.reference is not None and roles.own_reference and REFERENCE in episodes[0]:
             reference = np.concatenate([x for s in episodes for x in s[REFERENCE]])
             routers = roles.learner.routers()  # a reference follows no choices
-            alone = learner if routers is None else routers.read(packed, replay=False).logp
-            no_distance_yet(alone, reference, dtype, lambda: roles.learner.exact(packed), packed.sampling.temperature)
+            own_experts_M = learner_M if routers is None else routers.read(packed, replay=False).logp
+            no_distance_yet(
+                own_experts_M, reference, dtype, lambda: roles.learner.exact(packed), packed.sampling.temperature
+            )
         return ObserverReport(
             merge(gauges, band), (*_band_line(band, dtype), *_price_line(roles.learner.price(packed), fresh))
         )
@@ -326,7 +327,7 @@ class SamplerCheck(Observer):
                 # A segment with a token of other weights has a cache of theirs, and so no log-prob that the learner
                 # could have.
                 fresh &= ~np.isin(micro.segment_M, micro.segment_M[~fresh])
-            learner = _with_its_experts(roles, micro, logp.astype(np.float32), fresh)
+            learner = _comparable_pass(roles, micro, logp.astype(np.float32), fresh)
             mu, text = micro[MU], roles.text
             gauges.append(sampler_agrees(micro, mu, learner, fresh, dtype=dtype, exact=exact, text=text, same=same))
         return merge(*gauges)

@@ -28,14 +28,11 @@ def step_ends(text: str, separator: str) -> tuple[int, ...]:
     while at < len(text):
         place = text.find(separator, at)
         end = len(text) if place < 0 else place + len(separator)
-        # `elif ends`: a blank piece behind a step. The last case: a text that is blank as a whole has
-        # no step. A blank piece before the first step ends nothing, so the first step begins at 0.
+        # A blank piece behind a step belongs to it. One before the first step ends nothing, so that step begins at 0.
         if text[at:end].replace(separator, "").strip():
             ends.append(end)
         elif ends:
             ends[-1] = end
-        elif end == len(text):
-            return ()
         at = end
     return tuple(ends)
 

@@ -75,7 +75,7 @@ def alike(pairs: Sequence[tuple[PromptRow, str, str]]) -> LintFinding:
     """Pairs whose sides differ in case and white space alone."""
     return _places(
         "identical pairs",
-        [row for row, chosen, rejected in pairs if written(chosen) == written(rejected)],
+        [row for row, chosen, rejected in pairs if normalised(chosen) == normalised(rejected)],
         "{} of {} pairs have sides that differ in case and white space alone",
         len(pairs),
         "they teach spelling and spaces: leave them out where that is not meant",
@@ -102,8 +102,8 @@ def across_the_split(pairs: Sequence[tuple[PromptRow, str, str]], held: Set[str]
     """
 
     def same(row: PromptRow, chosen: str, rejected: str) -> tuple[str, ...]:
-        texts = (written(chosen), written(rejected))
-        prompt = "" if len("".join(texts)) >= LONG else written("\n".join(texts_of(row.task.prompt)))
+        texts = (normalised(chosen), normalised(rejected))
+        prompt = "" if len("".join(texts)) >= LONG else normalised("\n".join(texts_of(row.task.prompt)))
         return (*texts, prompt)
 
     trained = {same(*pair) for pair in pairs if pair[0].key not in held}
@@ -141,7 +141,7 @@ def one_side_cut(pairs: Sequence[tuple[PromptRow, str, str]], length: Length, co
     return [finding] if finding.warns else []
 
 
-def written(text: str) -> str:
+def normalised(text: str) -> str:
     """The text without differences of case and white space."""
     return " ".join(text.casefold().split())
 

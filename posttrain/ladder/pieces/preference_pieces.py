@@ -83,7 +83,7 @@ class FDivergence(PreferencePiece, begin=True):
         if a.against == "nothing":
             yield f"divergence={name} is one to the reference, and against=nothing has none. Set divergence=reversekl"
         # f' is a function of the ratio of whole completions. The mean of log-ratios is not the log of that ratio.
-        if type(a.statistic).__name__ != "Total":
+        if not isinstance(a.statistic, Total):
             yield (
                 f"divergence={name} reads the ratio of whole completions. Set statistic=total, or divergence=reversekl"
             )

@@ -60,7 +60,7 @@ def recorded_work(work: Work, steps: Sequence[Step]) -> Work:
     """The stage's sizes, with the lengths and the share of computed tokens that these steps had."""
     gauges = merge(*(s.gauges for s in steps))
     packed, taken = gauges.get(PACKED, Gauge(0, 0)), sum(PACKED in s.gauges for s in steps)
-    if work.samples:
+    if work.samples_answers:
         lengths = _sampled(work, gauges)
     else:
         spoken, rows = sum(gauges[n].sum for n in SPOKEN if n in gauges), taken * work.sequences
@@ -73,7 +73,7 @@ def recorded_work(work: Work, steps: Sequence[Step]) -> Work:
     if packed.count <= packed.sum:
         return with_lengths
     # The share of tokens that the learner computed: groups without spread are left out of its passes.
-    all_tokens = with_lengths.prompts * with_lengths.unit * max(1, taken) * with_lengths.epochs
+    all_tokens = with_lengths.prompts * with_lengths.group_tokens * max(1, taken) * with_lengths.epochs
     return replace(with_lengths, learned=min(1.0, (packed.count - packed.sum) / all_tokens))
 
 

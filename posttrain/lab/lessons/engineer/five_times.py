@@ -29,7 +29,7 @@ def timed(k: lab.Values, **other: int) -> Throughput:
         siblings=int(at["siblings"]),
         width=2,
         accelerator=True,
-        samples=True,
+        samples_answers=True,
         reference=True,
         slots=512,
         vllm=True,

@@ -32,7 +32,7 @@ def work(k: lab.Values, **other: int) -> Work:
 def saving(prompt: int, answer: int, siblings: int) -> float:
     """Positions without sharing, in those with it, of prompts alone: answers are computed in both."""
     shared = work({"model": MODELS[0], "where": "GPU", "prompt": prompt, "answer": answer, "siblings": siblings})
-    return siblings * prompt / shared.unit
+    return siblings * prompt / shared.group_tokens
 
 
 def whole(w: Work) -> float:
@@ -43,13 +43,13 @@ def whole(w: Work) -> float:
 def compute(k: lab.Values) -> lab.Readout:
     now = work(k)
     prompt, answer, siblings = (int(k[n]) for n in ("prompt", "answer", "siblings"))
-    both = siblings * (prompt + answer) / now.unit
+    both = siblings * (prompt + answer) / now.group_tokens
     once, each = prompt + siblings * answer / 2, siblings * (prompt + answer / 2)
     tile = activations.tile(work(k, siblings=64))
     return lab.Readout(
         pictures=(
             Curve("How many times fewer positions the learner computes", COUNTS,
-                  {"whole sequences": [n * (prompt + answer) / work(k, siblings=n).unit for n in COUNTS],
+                  {"whole sequences": [n * (prompt + answer) / work(k, siblings=n).group_tokens for n in COUNTS],
                    "prompts alone": [saving(prompt, answer, n) for n in COUNTS]},
                   x_label="siblings", low=0, log=True, at=float(siblings)),
             Bars("Scores of a pass of 16,384 tokens, GB", ["all at once", "in tiles"],

@@ -28,7 +28,7 @@ def work(k: lab.Values) -> Work:
         micro_tokens=int(k["batch"]) * int(k["length"]),
         width=2,
         accelerator=True,
-        samples=True,
+        samples_answers=True,
         reference=True,
         checkpointing=k["again"],
         ranks=int(k["devices"]),

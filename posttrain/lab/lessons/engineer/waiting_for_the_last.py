@@ -41,7 +41,7 @@ def play(k: lab.Values, steps: int = STEPS) -> LoopOutcome:
     """Steps of four prompts with 7 B parameters: one H100 samples and one learns, with a slot for each answer."""
     siblings, extra = int(k["siblings"]), extra_of(k)
     work = Work(shape=shape_by_name("Qwen2.5-7B"), lengths=lengths_of(k), prompts=PROMPTS, siblings=siblings, width=2,
-                accelerator=True, samples=True, vllm=True, engines=1, staleness=int(k["ahead"]),
+                accelerator=True, samples_answers=True, vllm=True, engines=1, staleness=int(k["ahead"]),
                 slots=PROMPTS * (siblings + extra))  # fmt: skip
     return simulate(replace(loop_of(throughput(work, machine("2xH100"))), extra=extra), steps, int(k["seed"]))
 

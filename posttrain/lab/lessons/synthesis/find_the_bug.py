@@ -92,7 +92,7 @@ def whiteboard(sample: int, ahead: int) -> tuple[dict[str, float], LoopOutcome]:
     """GB of a device that learns and of one that samples, and the loop: 128 prompts x 16 answers a step."""
     work = Work(shape=shape_by_name("Llama-3.1-70B"), lengths=Lengths(prompt=512, mean=2048, most=16384, cv=1.0),
                 prompts=128, siblings=16, micro_tokens=17_000, width=2, accelerator=True, checkpointing="full",
-                samples=True, vllm=True, slots=512, engines=sample // EACH, ranks=DEVICES - sample,
+                samples_answers=True, vllm=True, slots=512, engines=sample // EACH, ranks=DEVICES - sample,
                 staleness=ahead)  # fmt: skip
     timed, learner = throughput(work, machine(f"{DEVICES}xH100"), workers=EACH), places(work)[0]
     held = max(learner.total(i) for i in INSTANTS if i != "sync")  # what is sent lies in the host's memory
