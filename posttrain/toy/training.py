@@ -1,5 +1,6 @@
 """Takes training steps in a small world: from the rewards of its answers to a gradient and a step of an optimizer. All
-is computed by the library. Axis letters: P prompts, G siblings, E = P * G answers of T tokens each."""
+is computed by the library. Axis letters: P prompts, G siblings, E = P * G answers of T tokens each, K reward
+sources."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def credit_by_pattern(a: Algorithm, rewards_PG: np.ndarray) -> np.ndarray:
     if a.whiten is None:
         return out_PG
     flat = [np.array([x]) for x in out_PG.ravel()]
-    return np.concatenate(whitened(a.whiten, flat, [""] * len(flat))).reshape(out_PG.shape)
+    one_source = [""] * len(flat)
+    return np.concatenate(whitened(a.whiten, flat, one_source)).reshape(out_PG.shape)
 
 
 @cache
