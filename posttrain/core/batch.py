@@ -107,11 +107,6 @@ class Packed:
         # Units are numbered in order, so the last one tells how many there are.
         return self.episodes if self.unit_E is None else int(self.unit_E[-1]) + 1 if len(self.unit_E) else 0
 
-    @property
-    def unit_of_E(self) -> np.ndarray:
-        """The unit of each episode, also where `unit_E` is None."""
-        return np.arange(self.episodes) if self.unit_E is None else self.unit_E
-
     def members(self, unit: int) -> np.ndarray:
         """The episodes of one unit."""
         return np.array([unit]) if self.unit_E is None else np.flatnonzero(self.unit_E == unit)

@@ -183,7 +183,7 @@ class Driver(ABC, Generic[S, T, A]):
         self._warm_up()
         # Also after `open`, which draws the held-out judgements. A resumed stage has both numbers in its state.
         if checkpoint is None and self.stage.eval:
-            ordered, loss = measure_agreement(self), await self.measure_loss()
+            ordered, loss = measure_agreement(self), await self.likelihood()
             self.state.agreement_before = ordered and ordered.accuracy.mean
             self.state.loss_before = loss and loss.score.mean
             if loss is not None:
@@ -208,7 +208,7 @@ class Driver(ABC, Generic[S, T, A]):
             # If there was an evaluation after the last step, it is used: the weights are still the same.
             self.report = self.report or await self.evaluate()
             self.agreement = self.agreement or measure_agreement(self)
-            self.heldout_loss = self.heldout_loss or await self.measure_loss()
+            self.heldout_loss = self.heldout_loss or await self.likelihood()
         self._finish(self.report)
 
     def _warm_up(self) -> None:
@@ -289,7 +289,7 @@ class Driver(ABC, Generic[S, T, A]):
         # Not after the last step: the end of the stage measures the same weights for its result.
         if stage.eval_every and s.step % stage.eval_every == 0 and s.step < stage.steps:
             self.report = report = await self.evaluate()
-            self.agreement, self.heldout_loss = measure_agreement(self), await self.measure_loss()
+            self.agreement, self.heldout_loss = measure_agreement(self), await self.likelihood()
         for measured in (self.agreement, self.heldout_loss):
             step = step if measured is None else replace(step, gauges=merge(step.gauges, measured.gauges()))
         if report is not None:
@@ -371,8 +371,9 @@ class Driver(ABC, Generic[S, T, A]):
         refuse_unjudged(self, report)
         return report
 
-    async def measure_loss(self) -> HeldoutLoss | None:
-        """The loss of held-out demonstrations now, written down. None: the stage imitates none, or none is held out."""
+    async def likelihood(self) -> HeldoutLoss | None:
+        """How likely held-out demonstrations are now, as a loss (mean -log p), written down. None: the stage imitates
+        none, or none is held out."""
         if self._shown is None:
             return None
         with self.clock.of("evaluate"):

@@ -135,7 +135,7 @@ class ToyTrainer:
     updates: int = 0
 
     def __post_init__(self) -> None:
-        self.rng = np.random.default_rng([self.seed, 7])
+        self.rng = np.random.default_rng([self.seed, 7])  # 7: a stream apart from others of this seed
 
     def step(self, answers: Answers, credit: np.ndarray, reference_ET: Tensor | None = None) -> Gauges:
         """All optimizer steps of one batch of answers; credit [E] or [E, T]. Returns the last minibatch's gauges.

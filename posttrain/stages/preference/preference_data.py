@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from posttrain.algorithm.preference.preference_minibatch import unit_of_each
 from posttrain.checks.stage_history import due
 from posttrain.config.stages.reward_model_settings import RewardModel
 from posttrain.core import abilities, seeds
@@ -60,7 +61,7 @@ def rows_of(judged: Sequence[Judgement]) -> JudgedRows:
 
 def sides_are_as_judged(batch: Batch, rows: JudgedRows) -> None:
     """Checks that the side, the weight and the margin of every completion are those of its judgement."""
-    if not np.array_equal(batch.unit_of_E, rows.unit_E):
+    if not np.array_equal(unit_of_each(batch), rows.unit_E):
         raise InvariantError(
             f"the minibatch has {batch.episodes} completions in {batch.units} units, and {len(rows.weight_U)}"
             f" judgements with {len(rows.unit_E)} completions were drawn: some are lost, doubled or in another unit"
@@ -111,7 +112,7 @@ def completion_ends_once(batch: Batch, stop_ids: Sequence[int], text: Callable[[
 def sides_share_a_prompt(batch: Batch, text: Callable[[np.ndarray], str]) -> None:
     """Checks that the completions of one judgement follow the same prompt tokens."""
     prompts = prompts_of(batch)
-    unit_E = batch.unit_of_E
+    unit_E = unit_of_each(batch)
     for e in range(1, batch.episodes):
         if unit_E[e] == unit_E[e - 1] and not np.array_equal(prompts[e], prompts[e - 1]):
             one, other = prompts[e - 1], prompts[e]
@@ -139,7 +140,7 @@ def tokens_are_as_judged(
     Args:
         units: the numbers of the judgements that are compared.
     """
-    prompts, unit_E = prompts_of(batch), batch.unit_of_E
+    prompts, unit_E = prompts_of(batch), unit_of_each(batch)
     for unit in units:
         judgement = judged[unit]
         task = judgement.task

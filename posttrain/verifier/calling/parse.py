@@ -59,6 +59,7 @@ EXCERPT = 200
 TRIES = 8
 """How many JSON values of the longest length may fail in one turn. After that the first end tag ends a call, even if it
 stands in a string of the call."""
+_BETWEEN_CALLS = re.compile(r"\s*(;?)\s*")  # of Llama
 
 
 def parse(text: str, format: str) -> Parsed:
@@ -115,9 +116,6 @@ def _in_tags(text: str, begin: str, end: str, reader: Reader, dropped: Sequence[
     for mark in dropped:
         outside = outside.replace(mark, "")
     return outside, calls
-
-
-_BETWEEN_CALLS = re.compile(r"\s*(;?)\s*")
 
 
 def _llama(text: str) -> Found:
