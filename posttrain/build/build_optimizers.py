@@ -11,8 +11,8 @@ from posttrain.engine.model.policy_model import Policy
 from posttrain.engine.optimizer.optimizer import StageOptimizer
 
 
-def own_learner(run: Run, policy: Policy) -> HFLearner:
-    """The learner of a run in one process."""
+def learner_of_one_process(run: Run, policy: Policy) -> HFLearner:
+    """The learner of a run in one process; over ranks it is `lead_learner`."""
     return HFLearner(
         policy,
         gradient_checkpointing=run.model.checkpointing,
@@ -29,7 +29,7 @@ def make_optimizer(model: Model, learner: HFLearner, config: Optimizer) -> Stage
     return StageOptimizer(learner.parameters(), config, model.kernels, model.dtype == "float16", home)
 
 
-def beside(run: Run, learner: HFLearner, config: Optimizer) -> tuple[HFLearner, StageOptimizer]:
+def trained_copy(run: Run, learner: HFLearner, config: Optimizer) -> tuple[HFLearner, StageOptimizer]:
     """A second model that trains, with its optimizer: a copy of the learner as it is now. Weights that never train are
     shared."""
     policy = learner.policy.twin()

@@ -16,7 +16,7 @@ import transformers
 
 from posttrain.build.build_engines import ServedSampler, all_sleep, make_opponent
 from posttrain.build.build_environments import distinct
-from posttrain.build.build_optimizers import beside, make_optimizer, own_learner
+from posttrain.build.build_optimizers import learner_of_one_process, make_optimizer, trained_copy
 from posttrain.build.build_reward_models import ModelJudge, RewardModels, with_reward_head
 from posttrain.build.distributed_run import lead_learner
 from posttrain.build.open_model import open_policy
@@ -224,7 +224,7 @@ def make_roles(
     serving = placed_engine(run, policy, renderer.decode, say, lead.reads_own_rows) if lead is not None else None
     # The seed is set directly before the learner is made, so that its random numbers do not depend on earlier draws.
     torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
-    learner = own_learner(run, policy) if lead is None else lead_learner(run, policy, lead)
+    learner = learner_of_one_process(run, policy) if lead is None else lead_learner(run, policy, lead)
     serving = serving or placed_engine(run, policy, renderer.decode, say)
     engine = serving.sampler
     all_judges = RewardModels(run, policy).judges(run.env) if judges is None else tuple(judges)
@@ -346,7 +346,7 @@ def make_parts(
         teacher=lambda path: make_teacher(run, path, policy),
         oppose=lambda reference, share: opponent_of(run, policy, roles, engines, reference, share),
         optimize=partial(make_optimizer, run.model, learner),
-        beside=partial(beside, run, learner),
+        trained_copy=partial(trained_copy, run, learner),
         settings={
             s.name: StageSetting(others[s.name], _own_rollout(run, s, models, roles.rollout, others[s.name], elsewhere))
             for s in run.stages

@@ -102,8 +102,8 @@ class StepGroups:
     async def take(self, index: int, request: RolloutRequest, version: int, seen: PassRate) -> TakenGroups:
         self.versions.append(version)
         rollout, metered = self.rollout, MeteredSampler(self.rollout.sampler)
-        # With several versions, checks sample turns of their own on this engine. Its counters hold
-        # these turns too, so the turns of the groups are counted apart.
+        # Several versions are remembered where tokens may be older than the weights that learn from them. There a check
+        # (`ProbeCheck`) samples turns of its own on this engine, whose counters hold these too.
         if shared := len(self.versions) > 1:
             rollout = replace(rollout, sampler=metered)
         played, passed = await rollout.until(self.prompts, request, self.sampling, self.stream, seen)
@@ -322,7 +322,7 @@ class GroupQueue:
         groups = iter(ended)
         for q in queued:
             task = self.prompts.source.task(q.index)
-            if not q.siblings:
+            if not q.siblings:  # it had not ended
                 self._ask(task, q.visit, q.index, q.cursor)
                 continue
             # A future that has its result already: the group is not played

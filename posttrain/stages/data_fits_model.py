@@ -48,6 +48,7 @@ def check_prompts(run: Run, env: Environment, policy: Policy, stages: Sequence[S
         task = row.task
         tools = task.tools if tools_of is None else tuple(tools_of(task))
         with placed(row.place):
+            # The row's own tools alone: `tools` may be the environment's instead, of which the row says nothing.
             if task.tools and not render.offers(task.prompt, task.tools):
                 raise DataError(
                     "the row offers tools, and this model's chat template writes none: take a model whose template"
@@ -56,9 +57,9 @@ def check_prompts(run: Run, env: Environment, policy: Policy, stages: Sequence[S
             # Where no stage imitates this row, only its prompt must fit. `render.prompt` raises where it does not.
             if not imitating_stages or (row.completion is None and row.conversation is None):
                 render.prompt(task.prompt, task.id, tools)
-            elif (
-                length := max(_length(render, env, stage, row, tools) for stage in imitating_stages)
-            ) > policy.context:
+                continue
+            length = max(_length(render, env, stage, row, tools) for stage in imitating_stages)
+            if length > policy.context:
                 subject = "the prompt and its completion have" if len(task.prompt) else "the text has"
                 raise DataError(
                     f"{subject} {length} tokens, and the context is {policy.context}: shorten it or raise model.context"

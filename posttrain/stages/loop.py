@@ -32,7 +32,14 @@ from posttrain.stages.measure_heldout_loss import HeldoutDemonstrations
 from posttrain.stages.preference.judged_batches import AgreementReport
 from posttrain.stages.progress import Progress, Reopening, StageState, state_fingerprint
 from posttrain.stages.run_parts import MeasuredReport, RunParts, keep, load_kept
-from posttrain.stages.stage_result import agreed, is_recorded, measured_words, refuse_unjudged, result_of, waited_out
+from posttrain.stages.stage_result import (
+    is_recorded,
+    measure_agreement,
+    measured_words,
+    refuse_unjudged,
+    result_of,
+    waited_out,
+)
 from posttrain.stages.warm_up import largest, warm_up
 from posttrain.system.errors import ConfigError
 from posttrain.system.machine import during_steps
@@ -81,7 +88,7 @@ class Driver(ABC, Generic[S, T, A]):
         )
         self.report: EvaluationReport | None = None
         """Report of the evaluation after the last step, where there was one."""
-        self.agreed: AgreementReport | None = None
+        self.agreement: AgreementReport | None = None
         """Agreement of the scores with held-out judgements after the last step, where it was measured."""
         self.heldout_loss: HeldoutLoss | None = None
         """Loss of held-out demonstrations after the last step, where it was measured."""
@@ -176,7 +183,7 @@ class Driver(ABC, Generic[S, T, A]):
         self._warm_up()
         # Also after `open`, which draws the held-out judgements. A resumed stage has both numbers in its state.
         if checkpoint is None and self.stage.eval:
-            ordered, loss = agreed(self), await self.likelihood()
+            ordered, loss = measure_agreement(self), await self.likelihood()
             self.state.agreement_before = ordered and ordered.accuracy.mean
             self.state.loss_before = loss and loss.score.mean
             if loss is not None:
@@ -200,7 +207,7 @@ class Driver(ABC, Generic[S, T, A]):
         if self.stage.eval:
             # If there was an evaluation after the last step, it is used: the weights are still the same.
             self.report = self.report or await self.evaluate()
-            self.agreed = self.agreed or agreed(self)
+            self.agreement = self.agreement or measure_agreement(self)
             self.heldout_loss = self.heldout_loss or await self.likelihood()
         self._finish(self.report)
 
@@ -232,7 +239,7 @@ class Driver(ABC, Generic[S, T, A]):
         report = await self.evaluate()
         if report is not None:
             accuracy, reward = report.accuracy.known, report.reward.known
-            s.before, s.reward_before = (x and x[0] for x in (accuracy, reward))
+            s.before, s.reward_before = _mean(accuracy), _mean(reward)
             s.proxy_before = report.proxy.mean if report.proxy else None
             if self._of_the_run:
                 p.accuracy, p.reward = accuracy, reward
@@ -243,26 +250,18 @@ class Driver(ABC, Generic[S, T, A]):
         progress, run = self.progress, self.parts.run
         # The stage starts from the weights that the run has come to, so the run's last measurement is theirs.
         if start == come_to(run.stages, self.stage) and self._on_its_tasks:
-            return progress.accuracy and progress.accuracy[0], progress.reward and progress.reward[0]
+            return _mean(progress.accuracy), _mean(progress.reward)
         # Else earlier stages with the same tasks: one that ended with these weights, then one that started from them.
         same_tasks = [
             result for result in progress.results if run.env_of(run.stage(result.name)) == run.env_of(self.stage)
         ]
-        measured = [
-            (result.accuracy, result.reward)
-            for result in same_tasks
-            if result.name == start and (result.accuracy or result.reward)
-        ]
-        ended_there = [(accuracy and accuracy[0], reward and reward[0]) for accuracy, reward in measured]
-        return next(
-            iter(
-                (
-                    *ended_there,
-                    *((result.before, result.reward_before) for result in same_tasks if result.start == start),
-                )
-            ),
-            (None, None),
-        )
+        for result in same_tasks:
+            if result.name == start and (result.accuracy or result.reward):
+                return _mean(result.accuracy), _mean(result.reward)
+        for result in same_tasks:
+            if result.start == start:
+                return result.before, result.reward_before
+        return None, None
 
     @property
     def _of_the_run(self) -> bool:
@@ -286,12 +285,12 @@ class Driver(ABC, Generic[S, T, A]):
         s.optimizer_steps += int(step.gauges["optim/steps"].sum) if "optim/steps" in step.gauges else 0
         # Measurements after an earlier step are dropped. At its end the stage measures only what is None here, so an
         # old value would be taken for one of the last weights.
-        self.report = report = self.agreed = self.heldout_loss = None
+        self.report = report = self.agreement = self.heldout_loss = None
         # Not after the last step: the end of the stage measures the same weights for its result.
         if stage.eval_every and s.step % stage.eval_every == 0 and s.step < stage.steps:
             self.report = report = await self.evaluate()
-            self.agreed, self.heldout_loss = agreed(self), await self.likelihood()
-        for measured in (self.agreed, self.heldout_loss):
+            self.agreement, self.heldout_loss = measure_agreement(self), await self.likelihood()
+        for measured in (self.agreement, self.heldout_loss):
             step = step if measured is None else replace(step, gauges=merge(step.gauges, measured.gauges()))
         if report is not None:
             step = replace(step, gauges=merge(step.gauges, report.gauges()), clock={**step.clock, **self.clock.take()})
@@ -332,7 +331,7 @@ class Driver(ABC, Generic[S, T, A]):
         # `note()` of the kind any more, so the function that writes the kind's files is kept here.
         self._files = self._note_state()
         due = stage.eval_every and s.step % stage.eval_every == 0
-        measured = [x.gauges() for x in (report, self.agreed, self.heldout_loss) if x is not None and due]
+        measured = [x.gauges() for x in (report, self.agreement, self.heldout_loss) if x is not None and due]
         gauges = {n: [g.sum, g.count] for n, g in merge(*measured).items()}
         return Reopening(self.progress.plain(), gauges)
 
@@ -373,7 +372,8 @@ class Driver(ABC, Generic[S, T, A]):
         return report
 
     async def likelihood(self) -> HeldoutLoss | None:
-        """The loss of held-out demonstrations now, written down. None: the stage imitates none, or none is held out."""
+        """How likely held-out demonstrations are now, as a loss (mean -log p), written down. None: the stage imitates
+        none, or none is held out."""
         if self._shown is None:
             return None
         with self.clock.of("evaluate"):
@@ -434,3 +434,8 @@ class Driver(ABC, Generic[S, T, A]):
         with self.clock.of("checkpoint"):
             name = f"{p.version:08d}-{self.stage.name}-{s.step if s is not None else 0:06d}"
             parts.book.checkpoint(name, write, p.plain(), metric)
+
+
+def _mean(measured: tuple[float, float, float] | None) -> float | None:
+    """The mean of a measurement, which is its first number; None where nothing was measured."""
+    return measured and measured[0]

@@ -101,7 +101,7 @@ class RunParts:
     """Makes an opponent that samples from pi^(1 - share) ref^share, from a reference (ref) and a share."""
     optimize: Callable[[OptimizerConfig], WeightOptimizer]
     """Makes a new optimizer for the learner's parameters."""
-    beside: Callable[[OptimizerConfig], tuple[Learner, WeightOptimizer]]
+    trained_copy: Callable[[OptimizerConfig], tuple[Learner, WeightOptimizer]]
     """Makes a second model that trains: a copy of the learner as it is now, with an optimizer of its own."""
     make_trainer: Callable[[Learner, WeightOptimizer, int, int], Trainer] = Trainer
     """Makes a trainer from a learner, an optimizer, the tokens of a micro-batch, and the version of the weights."""

@@ -43,7 +43,7 @@ def result_of(driver: Driver[Any, Any, Any], report: EvaluationReport | None) ->
         graded=report is not None and (report.graded or began_graded),
         proxy=report.proxy.known if report and report.proxy else None,
         proxy_before=s.proxy_before,
-        agreement=driver.agreed.accuracy.known if driver.agreed else None,
+        agreement=driver.agreement.accuracy.known if driver.agreement else None,
         agreement_before=s.agreement_before,
         loss=driver.heldout_loss.score.known if driver.heldout_loss else None,
         loss_before=s.loss_before,
@@ -75,7 +75,7 @@ def refuse_unjudged(driver: Driver[Any, Any, Any], report: EvaluationReport) -> 
         enough_judged(what, report.groups, parts.run, stage, parts.book.folder, "figure")
 
 
-def agreed(driver: Driver[Any, Any, Any]) -> AgreementReport | None:
+def measure_agreement(driver: Driver[Any, Any, Any]) -> AgreementReport | None:
     """Returns how well the scores order held-out judgements now; writes the result of each pair to the run folder."""
     agreement = driver.agree()
     if agreement is not None and agreement.rows:
@@ -87,7 +87,7 @@ def waited_out(driver: Driver[Any, Any, Any], report: EvaluationReport | None) -
     """Returns the reason why a stage with `patience` ends after this evaluation, or ''."""
     s, patience, loss = driver.state, driver.stage.patience, driver.heldout_loss
     reward = report.reward.known if report else None
-    pairs = driver.agreed.accuracy.known if driver.agreed else None
+    pairs = driver.agreement.accuracy.known if driver.agreement else None
     # (figure, its name): the first of loss, mean reward and share of pairs that was measured. Lower must be better, so
     # the reward and the share get a minus.
     figure_and_name = (loss.score.mean, "loss") if loss else None

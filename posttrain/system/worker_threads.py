@@ -43,17 +43,19 @@ class WorkerThreads(Generic[C]):
         name: of the threads.
         work: runs in each thread: answers the calls that the thread gets, with a worker that it begins, and ends the
             worker when no more calls come.
-        spare: seconds without a call after which a thread gets no more; None: it waits until the threads are closed.
+        idle_seconds: seconds without a call after which a thread gets no more; None: it waits until `close`.
     """
 
-    def __init__(self, name: str, most: int, work: Callable[[Iterator[C]], None], spare: float | None = None) -> None:
+    def __init__(
+        self, name: str, most: int, work: Callable[[Iterator[C]], None], idle_seconds: float | None = None
+    ) -> None:
         self.name, self.most, self.closed = name, most, False
         self.lock = threading.Condition()
         """Held where something is changed that threads share. It is reentrant, because the garbage collector may run
         `close` in a thread that holds it."""
         self.taken = 0
         """Calls that threads have taken so far."""
-        self._work, self._spare, self._owner = work, spare, os.getpid()
+        self._work, self._idle_seconds, self._owner = work, idle_seconds, os.getpid()
         self.waiting = deque[C]()
         """The calls that no thread has taken."""
         self._threads = dict[threading.Thread, C | None]()
@@ -124,7 +126,7 @@ class WorkerThreads(Generic[C]):
             while not self.waiting and not self.closed:
                 # With a time limit also where it waits for ever: the garbage collector may have run `close` in this
                 # thread just before it waits, and then nobody wakes it.
-                if not self.lock.wait(self._spare or LOOK_SECONDS) and self._spare is not None:
+                if not self.lock.wait(self._idle_seconds or LOOK_SECONDS) and self._idle_seconds is not None:
                     break
             # Under the lock under which `put` counts threads, so that no call waits for a thread that ends.
             if self.closed or not self.waiting:

@@ -1,5 +1,6 @@
 """Takes training steps in a small world: from the rewards of its answers to a gradient and a step of an optimizer. All
-is computed by the library. Axis letters: P prompts, G siblings, E = P * G answers of T tokens each."""
+is computed by the library. Axis letters: P prompts, G siblings, E = P * G answers of T tokens each, K reward
+sources."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def credit_by_pattern(a: Algorithm, rewards_PG: np.ndarray) -> np.ndarray:
     if a.whiten is None:
         return out_PG
     flat = [np.array([x]) for x in out_PG.ravel()]
-    return np.concatenate(whitened(a.whiten, flat, [""] * len(flat))).reshape(out_PG.shape)
+    one_source = [""] * len(flat)
+    return np.concatenate(whitened(a.whiten, flat, one_source)).reshape(out_PG.shape)
 
 
 @cache
@@ -133,7 +135,7 @@ class ToyTrainer:
     updates: int = 0
 
     def __post_init__(self) -> None:
-        self.rng = np.random.default_rng([self.seed, 7])
+        self.rng = np.random.default_rng([self.seed, 7])  # 7: a stream apart from others of this seed
 
     def step(self, answers: Answers, credit: np.ndarray, reference_ET: Tensor | None = None) -> Gauges:
         """All optimizer steps of one batch of answers; credit [E] or [E, T]. Returns the last minibatch's gauges.

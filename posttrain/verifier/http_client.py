@@ -29,6 +29,7 @@ MAX_ANSWER = 256 << 20
 """Most bytes of an answer. A longer one is not read to its end."""
 MAX_QUOTED = 400
 """Most characters of a server's own message that an error quotes."""
+_ADVICE = "See whether the server runs, and what it logged"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +115,14 @@ class Endpoint:
         self._client: httpx2.AsyncClient | None = None
         self._places = asyncio.Semaphore(connections)
         self._loop: asyncio.AbstractEventLoop | None = None
-        # `_since`: when the silence began: infinite after an answer, and minus infinite before the first one, so that a
-        # server that never answered is down after one call. `_down`: the message of a server that is down, else ''.
-        # `_trying`: a call is asking the server now.
-        self._silent, self._since, self._down, self._trying = silent, -math.inf, "", False
+        self._silent = silent
+        self._since = -math.inf
+        """When the silence began: infinite after an answer, and minus infinite before the first one, so that a server
+        that never answered is down after one call."""
+        self._down = ""
+        """The message of a server that is down, else ''."""
+        self._trying = False
+        """Whether a call is asking the server now."""
         self.retried = 0
         """Failed tries that were repeated, since construction."""
 
@@ -282,9 +287,6 @@ class _TransientError(Exception):
     def __init__(self, why: str, status: int | None = None, after: float | None = None) -> None:
         super().__init__(why)
         self.status, self.after = status, after
-
-
-_ADVICE = "See whether the server runs, and what it logged"
 
 
 @dataclass(frozen=True)

@@ -212,4 +212,4 @@ def test_a_secret_that_is_cut_over_parts_is_scrubbed(monkeypatch: pytest.MonkeyP
 
 def test_a_name_may_be_none() -> None:
     message: Any = {"role": "user", "content": "x", "name": None}
-    assert renderer(READS).written(message) == message
+    assert renderer(READS).with_stand_ins(message) == message

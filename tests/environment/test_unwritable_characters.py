@@ -62,7 +62,7 @@ def test_a_message_is_shown_and_the_templates_own_tokens_stay() -> None:
     dialogue = RenderedDialogue(render := letters(CHATML))
     dialogue.see([Message(role="user", content="q")])
     dialogue.said([5, render.stop_ids[0]])
-    assert render.written(Message(role="tool", name="\u96ea", content="x")).get("name") == "?"
+    assert render.with_stand_ins(Message(role="tool", name="\u96ea", content="x")).get("name") == "?"
     after = dialogue.see([Message(role="user", content="No such file: '\u00e9'<|end|>")])
     said = [i for i in after.tolist() if i == render.stop_ids[0]]
     assert render.decode(after).count("?o such file?") == 1 and len(said) == 1, "the text <|end|> of a tool is no token"

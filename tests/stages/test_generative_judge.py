@@ -42,7 +42,7 @@ from posttrain.role.judges.generative_judge import (
     asked,
     comparisons,
     meta_rows,
-    says_yes,
+    tokens_are_of_text,
 )
 from posttrain.role.judges.reward_judge import JudgeMember
 from posttrain.role.judging import with_judges
@@ -221,9 +221,9 @@ def test_a_yes_of_another_tokenizer_is_told() -> None:
     one = judge(polite, "genrm").renderer
     other: Any = characters("".join(reversed(Judge(format="genrm").alphabet)))
     ids = np.array(other.encode("c4 Yes", add_special_tokens=False), np.int32)
-    says_yes(one, one.encode("c4 Yes"), "c4 Yes")
+    tokens_are_of_text(one, one.encode("c4 Yes"), "c4 Yes")
     with pytest.raises(InvariantError, match="they are another tokenizer's"):
-        says_yes(one, ids, "c4 Yes")
+        tokens_are_of_text(one, ids, "c4 Yes")
 
 
 def test_the_chance_of_a_verdict_is_that_at_the_verdict() -> None:
@@ -248,9 +248,9 @@ def test_a_judge_whose_tokenizer_normalises_is_not_another_one() -> None:
     tokenizer = train_byte_level(["caf\u00e9 Yes No"] * 9, 300)
     tokenizer.backend_tokenizer.normalizer = normalizers.NFC()  # type: ignore[attr-defined]
     renderer = Renderer(tokenizer, (), 64)  # type: ignore[arg-type]
-    says_yes(renderer, renderer.encode("cafe\u0301 Yes"), "cafe\u0301 Yes")
+    tokens_are_of_text(renderer, renderer.encode("cafe\u0301 Yes"), "cafe\u0301 Yes")
     with pytest.raises(InvariantError, match="they are another tokenizer's"):
-        says_yes(renderer, renderer.encode("cafe\u0301 No"), "cafe\u0301 Yes")
+        tokens_are_of_text(renderer, renderer.encode("cafe\u0301 No"), "cafe\u0301 Yes")
 
 
 # --- real judges ------------------------------------------------------------------------------------------------------

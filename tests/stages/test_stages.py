@@ -35,7 +35,7 @@ from tests.tiny import only_rl, play, tiny_parts, tiny_run
 def test_the_best_mean_reward_is_told_with_its_sign() -> None:
     """Of rewards below 0 too, such as the scores of a reward model."""
     state, stage = StageState(step=3), SimpleNamespace(patience=1)
-    driver: Any = SimpleNamespace(state=state, stage=stage, heldout_loss=None, agreed=None)
+    driver: Any = SimpleNamespace(state=state, stage=stage, heldout_loss=None, agreement=None)
     reports: list[Any] = [SimpleNamespace(reward=Score(x, x - 1, x + 1, 4)) for x in (-0.7, -0.9)]
     assert waited_out(driver, reports[0]) == ""
     assert "held-out mean reward was highest after step 3 (-0.700)" in waited_out(driver, reports[1])
@@ -60,7 +60,7 @@ def test_grades_that_are_all_0_are_grades(before: float | None, reward_before: f
     driver: Any = SimpleNamespace(
         state=StageState(step=3, before=before, reward_before=reward_before), stage=stage, seconds=lambda: 1.0,
         clock=SimpleNamespace(total={}, most={}), parts=SimpleNamespace(run=SimpleNamespace(stages=(stage,))),
-        heldout_loss=None, agreed=None,
+        heldout_loss=None, agreement=None,
     )  # fmt: skip
     assert measured_words(result_of(driver, report)) == says
 

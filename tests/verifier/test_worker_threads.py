@@ -34,7 +34,7 @@ class Question:
 class Crew:
     """What the threads of a test do, and which of them have ended."""
 
-    def __init__(self, most: int, spare: float | None = None) -> None:
+    def __init__(self, most: int, idle_seconds: float | None = None) -> None:
         self.ended = ended = list[str]()
 
         def work(calls: Iterator[Question]) -> None:
@@ -43,7 +43,7 @@ class Crew:
                 settle(call.answer.set_result, threading.current_thread().name)
             ended.append(threading.current_thread().name)
 
-        self.threads = WorkerThreads("crew", most, work, spare)
+        self.threads = WorkerThreads("crew", most, work, idle_seconds)
         weakref.finalize(self, self.threads.close, wait=True)
 
     def ask(self, ends: bool = True) -> Question:
@@ -95,7 +95,7 @@ def test_closing_refuses_what_waits_ends_what_runs_and_waits_for_the_threads() -
 
 
 def test_threads_without_work_end_and_begin_again() -> None:
-    crew = Crew(2, spare=0.05)
+    crew = Crew(2, idle_seconds=0.05)
     assert crew.ask().answer.result(5)
     until(lambda: crew.ended)
     assert crew.ask().answer.result(5)

@@ -49,6 +49,11 @@ class CompletionLayout:
     """int64: position of each token in its completion."""
 
 
+def unit_of_each(batch: Batch) -> np.ndarray:
+    """The unit of each completion [E]. Without `unit_E` each is a unit of its own."""
+    return np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E
+
+
 def layout(batch: Batch) -> CompletionLayout:
     """Raises InvariantError where a completion has no spoken token."""
     length_E = np.bincount(batch.sequence_M, minlength=batch.episodes)
@@ -59,7 +64,7 @@ def layout(batch: Batch) -> CompletionLayout:
         )
     # Tokens of a completion lie together, in order of the completions, so positions follow from the starts.
     starts_E = np.cumsum(length_E) - length_E
-    unit_E = np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E
+    unit_E = unit_of_each(batch)
     shortest_U = np.full(batch.units, np.iinfo(np.int64).max)
     # A scatter with several completions a unit; the completions of one unit share the result.
     np.minimum.at(shortest_U, unit_E, length_E)
@@ -184,7 +189,7 @@ def _own(w: PreferenceContext) -> np.ndarray:
     aligned_M = batch[START].astype(np.float64) - np.log(batch[COLLISION].astype(np.float64))
     sums_E = np.bincount(batch.sequence_M, aligned_M, batch.episodes)
     each_E = np.exp(sums_E / layout(batch).length_E)
-    unit_E = np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E
+    unit_E = unit_of_each(batch)
     product_U = np.ones(batch.units)
     # exp of the mean for each side [E], the product over the two sides [U].
     np.multiply.at(product_U, unit_E, each_E)
@@ -250,7 +255,7 @@ def _normalised(batch: Batch) -> np.ndarray:
     first_E = np.searchsorted(batch.sequence_M, np.arange(batch.episodes))
     row_weight_M = batch.find(WEIGHT)
     weight_E = np.ones(batch.episodes) if row_weight_M is None else row_weight_M[first_E]
-    unit_E = np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E
+    unit_E = unit_of_each(batch)
     # [U]: the first completion of each unit, whose weight is the unit's.
     # Divided by the sum over units, not over completions or tokens.
     first_U = np.searchsorted(unit_E, np.arange(batch.units))

@@ -55,6 +55,7 @@ class ShopAndCalendar(Toolbox):
     @tool
     def buy(self, id: Annotated[int, "number of the item"], n: Annotated[int, "how many"]) -> str:
         """Puts so many of an item into the cart."""
+        # More than a task asks for (`MOST`): a `distractor` buys one too many, which is judged wrong and not refused.
         if id not in self._catalogue.values() or not 1 <= n <= 99:
             raise ToolError("no such item, or not that many")
         self._cart[str(id)] = self._cart.get(str(id), 0) + n

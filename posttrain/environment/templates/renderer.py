@@ -19,7 +19,7 @@ from posttrain.environment.rows.row_reader import placed
 from posttrain.environment.templates.chat_template import SHIELD, Chat, Tools, TurnEnding
 from posttrain.environment.templates.conversation_tokens import weighed
 from posttrain.environment.templates.rendering_differences import TAIL, continued, opening
-from posttrain.environment.templates.tool_call_messages import MARK, written
+from posttrain.environment.templates.tool_call_messages import MARK, turn_with_calls
 from posttrain.system.errors import ConfigError, DataError, InvariantError
 
 Content = str | Sequence[Message]
@@ -107,9 +107,11 @@ class Renderer:
         if MARK not in completion:
             return before, self.completion_ids(completion, chat=chat, task=task, behind=before)
         with placed(_named(task)):
-            turn_text, stop = written(self.template, prompt, completion, tools)
-        # Behind calls the template may write another stop token than the usual one of `completion_ids`.
+            turn_text, stop = turn_with_calls(self.template, prompt, completion, tools)
+        # No `behind`: what the template wrote behind its generation prompt continues a thought that is opened there.
         ids, end = self.completion_ids(turn_text, chat=chat, task=task), self.encode(stop)
+        # Behind calls the template may write another stop token than the usual one of `completion_ids`, and then
+        # replaces it. Where it writes none (`end` is empty), the usual one stays.
         return before, np.array([*ids[: len(ids) - len(end)], *end], np.int32)
 
     def conversation(
@@ -170,17 +172,17 @@ class Renderer:
         Raises:
             ConfigError: this tokenizer cannot write it.
         """
-        alone = self._written(word)
+        alone = self._exact_ids(word)
         if alone is None:
             raise ConfigError(
                 f"this tokenizer cannot write {word!r}: correct sampling.bad_words or allowed_words, or name token ids"
             )
-        spaced = self._written(f" {word}")
+        spaced = self._exact_ids(f" {word}")
         # If the space is a token of its own, one spelling is enough.
         inside = spaced is None or spaced[len(spaced) - len(alone) :] == alone
         return (alone,) if inside else (alone, cast("tuple[int, ...]", spaced))
 
-    def _written(self, text: str) -> tuple[int, ...] | None:
+    def _exact_ids(self, text: str) -> tuple[int, ...] | None:
         """The ids of a text, if decoding them gives the text again; else None."""
         try:
             ids = tuple(self.encode(text).tolist())
@@ -218,7 +220,7 @@ class Renderer:
             return self._backend.encode(text, add_special_tokens=False).ids
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def written(self, message: Message) -> Message:
+    def with_stand_ins(self, message: Message) -> Message:
         """A message of the environment, with stand-ins for characters that have no token."""
         fields: dict[str, Any] = dict(message)
         if fields.get("content") is not None:
@@ -316,7 +318,7 @@ class RenderedDialogue:
             raise InvariantError(
                 f"{_named(self._task)}: messages were shown twice without a turn of the policy between them"
             )
-        return self._observe([self._renderer.written(m) for m in messages], self._said)
+        return self._observe([self._renderer.with_stand_ins(m) for m in messages], self._said)
 
     def text(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of these ids, without the stop token."""
@@ -335,7 +337,7 @@ class RenderedDialogue:
             if why and render.history == "append":
                 raise DataError(why)
             if why:
-                ending = self._rewritten(history, render.text(said), new)
+                ending = self._appended_or_restarted(history, render.text(said), new)
             else:
                 ending = render.template.between(history, new, tools)
         self._history, self._said = [*history, ending.turn, *new], None
@@ -347,7 +349,7 @@ class RenderedDialogue:
             return render.encode(ending.text.lstrip())[1:]
         return render.encode(ending.text)
 
-    def _rewritten(self, history: list[Message], text: str, new: list[Message]) -> TurnEnding:
+    def _appended_or_restarted(self, history: list[Message], text: str, new: list[Message]) -> TurnEnding:
         """The text to append if this turn can be continued, else the whole conversation as rendered now."""
         try:
             return self._renderer.template.after(history, text, new, self._tools)

@@ -44,7 +44,7 @@ def plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call_id, "name": inner["name"], "arguments": dict(arguments or {})}
 
 
-def written(chat: Chat, prompt: str | Sequence[Message], text: str, tools: Tools) -> tuple[str, str]:
+def turn_with_calls(chat: Chat, prompt: str | Sequence[Message], text: str, tools: Tools) -> tuple[str, str]:
     """(what the template writes for the turn, the stop token that it writes behind it).
 
     Args:

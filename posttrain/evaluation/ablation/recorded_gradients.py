@@ -27,7 +27,7 @@ from posttrain.core.ports import Examiner, Learner
 from posttrain.core.types import Top
 from posttrain.engine.learner.learner import FrozenScorer, HFLearner
 from posttrain.engine.learner.torch_settings import use_threads
-from posttrain.engine.optimizer.loss_scale import FIRST
+from posttrain.engine.optimizer.loss_scale import FIRST as FIRST_SCALE
 from posttrain.evaluation.ablation.recorded_step import KEPT_REFERENCE, RecordedStep
 from posttrain.ladder.algorithm import Algorithm
 from posttrain.role.trainer import Trainer
@@ -35,6 +35,7 @@ from posttrain.role.weights.saved_weights import load_weights
 from posttrain.system.errors import RunFolderError
 
 HEAD = "value_head."
+"""The beginning of the names of the value head's parameters."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +115,7 @@ class FrozenLearner:
         return recorded.stage.reference or starts(recorded.run.stages, recorded.stage)
 
     def _freeze(self, recorded: RecordedStep, name: str) -> Examiner:
-        """A scorer of the reference with this name (`_reference_name`)."""
+        """A scorer of the reference with this name (`_reference_name`). `load(recorded)` must have been called."""
         if name == recorded.stage.reference:
             return cast("Examiner", _CachedScorer(make_teacher(self.run, name, self.policy)))
         folder = self.folder / "kept" / name
@@ -122,7 +123,7 @@ class FrozenLearner:
             raise RunFolderError(
                 f"{self.folder} keeps nothing called {name!r}, which stage {recorded.stage.name} took as its reference"
             )
-        # The copy is made of the learner's own model, which gets its weights back.
+        # The copy is made of the learner's own model, which gets back the weights that `load` gave it.
         load_weights(folder, self._learner.inner)
         frozen = FrozenScorer(self.policy)
         load_weights(recorded.weights.folder, self._learner.inner)
@@ -131,7 +132,7 @@ class FrozenLearner:
     def gradient(self, batch: Batch, a: Algorithm, micro_tokens: int, warming: bool) -> tuple[Gradient, Gauges]:
         """The gradient that the optimizer would have received for this minibatch, and the step's gauges."""
         # A float16 model needs a scale of the loss, or small gradients vanish. It is taken out again in `gather`.
-        probe = _GradientTaker(self._learner.parameters(), FIRST if self.policy.dtype == torch.float16 else 1.0)
+        probe = _GradientTaker(self._learner.parameters(), FIRST_SCALE if self.policy.dtype == torch.float16 else 1.0)
         self._learner.touched = 0
         gauges = Trainer(cast("Learner", self._learner), probe, micro_tokens).step(batch, PolicyLoss(a, warming))
         policy = {n: g for n, g in probe.taken.items() if not n.startswith(HEAD)}
@@ -241,4 +242,5 @@ class _CachedScorer:
         return self._cached("energy", packed)
 
     def top(self, packed: Packed, k: int) -> Top:
+        """Not cached: its result is no array."""
         return self.inner.top(packed, k)

@@ -46,24 +46,26 @@ class Baseline(Piece, begin=True):
         return self.relative
 
 
-def _of_tokens(b: Baseline, a: Algorithm) -> Iterator[str]:
+def _refusals_of_tokens(b: Baseline, a: Algorithm) -> Iterator[str]:
+    """Refusals of baselines that compare token by token."""
     # A deviation of whole answers is not the deviation of these differences, and divides none of them.
     if a.scale != "one":
         answer_scale = f"scale={a.scale} is one number for an answer"
         yield f"{answer_scale}, and baseline={named(b)} compares token by token. Set scale=one, or whiten=token"
 
 
-def _of_turns(b: Baseline, a: Algorithm) -> Iterator[str]:
+def _refusals_of_turns(b: Baseline, a: Algorithm) -> Iterator[str]:
+    """Refusals of baselines that compare turns."""
     # Other scales, and a KL in the reward, are one number for a whole answer, which belongs to no single turn.
     if a.scale not in ("one", "group_std") or a.charges_answers:
         yield (
             f"baseline={named(b)} compares turns, not answers. Set scale=one or group_std, and pull=none or one in the"
             " loss"
         )
-    yield from _judged(b, a)
+    yield from _refusals_of_judged(b, a)
 
 
-def _judged(b: Baseline, a: Algorithm) -> Iterator[str]:
+def _refusals_of_judged(b: Baseline, a: Algorithm) -> Iterator[str]:
     """Refusals of baselines that need judged steps or turns."""
     if a.rewards == "none":
         yield f"rewards=none leaves no step or turn to compare, which baseline={named(b)} does. Set baseline=zero"
@@ -162,7 +164,7 @@ class EnergyMean(Baseline):
         return f"r - sum(W_t r) / sum(W_t) over the siblings that still speak at t, {weight}"
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
-        return _of_tokens(self, a)
+        return _refusals_of_tokens(self, a)
 
     def reads(self, a: Algorithm) -> Iterable[str]:
         return ("energy",)
@@ -257,7 +259,7 @@ class StepMean(Baseline):
     def refuses(self, a: Algorithm) -> Iterator[str]:
         if a.scale not in ("one", "group_std") or a.shape or a.charges_answers:
             yield f"baseline=stepmean compares steps, not answers. Set {SEVERAL}"
-        yield from _judged(self, a)
+        yield from _refusals_of_judged(self, a)
 
     def uses(self) -> str:
         return "verdicts about steps"
@@ -284,7 +286,7 @@ class TurnMean(Baseline):
         return f"paid_k - mean(paid_k of the siblings' turn k) + {outcome_term}"
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
-        return _of_turns(self, a)
+        return _refusals_of_turns(self, a)
 
     def uses(self) -> str:
         return "turns"
@@ -320,7 +322,7 @@ class AnchorMean(Baseline):
         return f"r - mean(r of the group) + {times(self.omega)}{turn}"
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
-        return _of_turns(self, a)
+        return _refusals_of_turns(self, a)
 
     def uses(self) -> str:
         return "turns"
@@ -400,7 +402,7 @@ class Value(Baseline):
         return f"{self.coef:g} * 1/2 (V - target)^2{near}; target = {target}{warm}"
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
-        yield from _of_tokens(self, a)
+        yield from _refusals_of_tokens(self, a)
         # GAE sums the rewards of later tokens, so a KL of one token would be charged to the tokens before it too.
         if a.charges_tokens:
             yield (

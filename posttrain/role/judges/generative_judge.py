@@ -166,14 +166,15 @@ class GenerativeJudge:
         ends = "|".join(rf"\b{e}\b" if e.isalpha() else re.escape(e) for e in self.judging.ends)
         before = vote.text[: max((m.start() for m in re.finditer(ends, vote.text)), default=len(vote.text))]
         ids = self._verdict_ids(before + end)
-        says_yes(self.renderer, ids, before + end)
+        # True as long as `_verdict_ids` encodes with this renderer. Ids of another tokenizer would be scored silently.
+        tokens_are_of_text(self.renderer, ids, before + end)
         # logp[i] belongs to token i + 1, so the judgement's tokens begin at spoken - 1. The tokens of the
         # reasoning are the same for every verdict. The verdict begins where `ids` and `before` differ.
         logp = await self.sampler.score(np.concatenate([vote.ids[: vote.spoken], ids]))
         return float(logp[vote.spoken - 1 + _shared(self.renderer.encode(before), ids) :].sum())
 
     def _verdict_ids(self, text: str) -> np.ndarray:
-        """int32: a judgement in the judge's own tokens (`says_yes` proves that they are its own)."""
+        """int32: a judgement in the judge's own tokens (`tokens_are_of_text` proves it)."""
         return self.renderer.encode(text)
 
     def kept(self, votes: Sequence[Vote]) -> list[int]:
@@ -250,8 +251,8 @@ def _shared(a: np.ndarray, b: np.ndarray) -> int:
     return int(np.argmax(np.append(a[:shorter_length] != b[:shorter_length], True)))
 
 
-def says_yes(renderer: Renderer, ids: np.ndarray, text: str) -> None:
-    """InvariantError where these ids are not the text of a verdict in the judge's own tokenizer."""
+def tokens_are_of_text(renderer: Renderer, ids: np.ndarray, text: str) -> None:
+    """InvariantError where the judge's tokenizer does not read a verdict's ids as its text."""
     # Written and read once: a tokenizer may normalise a text (NFC), and its own tokens then read otherwise too.
     if (decoded := renderer.decode(ids)) != renderer.decode(renderer.encode(text)):
         raise InvariantError(

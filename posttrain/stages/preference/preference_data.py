@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from posttrain.algorithm.preference.preference_minibatch import unit_of_each
 from posttrain.checks.stage_history import due
 from posttrain.config.stages.reward_model_settings import RewardModel
 from posttrain.core import abilities, seeds
@@ -39,6 +40,7 @@ def told(judgement: Judgement) -> list[tuple[str, int]]:
     if isinstance(judgement, Label):
         return [(judgement.completion, 1 if judgement.good else 0)]
     if isinstance(judgement, StepLabels):
+        # Written a second time, without `joined`, which made the text of the minibatch.
         text = "".join(s if s.endswith(judgement.separator) else s + judgement.separator for s in judgement.steps[:-1])
         return [(text + judgement.steps[-1], int(all(x > 0 for x in judgement.labels)))]
     assert isinstance(judgement, Ranking)
@@ -59,8 +61,7 @@ def rows_of(judged: Sequence[Judgement]) -> JudgedRows:
 
 def sides_are_as_judged(batch: Batch, rows: JudgedRows) -> None:
     """Checks that the side, the weight and the margin of every completion are those of its judgement."""
-    unit_E = np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E
-    if not np.array_equal(unit_E, rows.unit_E):
+    if not np.array_equal(unit_of_each(batch), rows.unit_E):
         raise InvariantError(
             f"the minibatch has {batch.episodes} completions in {batch.units} units, and {len(rows.weight_U)}"
             f" judgements with {len(rows.unit_E)} completions were drawn: some are lost, doubled or in another unit"
@@ -111,7 +112,7 @@ def completion_ends_once(batch: Batch, stop_ids: Sequence[int], text: Callable[[
 def sides_share_a_prompt(batch: Batch, text: Callable[[np.ndarray], str]) -> None:
     """Checks that the completions of one judgement follow the same prompt tokens."""
     prompts = prompts_of(batch)
-    unit_E = np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E
+    unit_E = unit_of_each(batch)
     for e in range(1, batch.episodes):
         if unit_E[e] == unit_E[e - 1] and not np.array_equal(prompts[e], prompts[e - 1]):
             one, other = prompts[e - 1], prompts[e]
@@ -139,7 +140,7 @@ def tokens_are_as_judged(
     Args:
         units: the numbers of the judgements that are compared.
     """
-    prompts, unit_E = prompts_of(batch), np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E
+    prompts, unit_E = prompts_of(batch), unit_of_each(batch)
     for unit in units:
         judgement = judged[unit]
         task = judgement.task
@@ -164,7 +165,8 @@ def tokens_are_as_judged(
 
 class JudgementCheck(Observer):
     """Checks that a minibatch is what was judged. Sides, weights and ends are compared at every step. Tokens are
-    compared for all judgements at `due` steps, and for one judgement at other steps."""
+    compared for all judgements at `due` steps, and for one judgement at other steps. For preference stages: those of a
+    reward model have checks of their own, which call the same functions."""
 
     def on_event(self, roles: PreferenceRoles, event: Event) -> ObserverReport | None:
         if not isinstance(event, PackedEvent):

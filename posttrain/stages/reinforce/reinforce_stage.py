@@ -165,10 +165,10 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         if not isinstance(baseline, ImplicitOthers):
             return None
         settings = replace(stage.optimizer, lr=stage.optimizer.lr * baseline.lr_factor)
-        learner, optimizer = self.parts.beside(settings)
+        learner, optimizer = self.parts.trained_copy(settings)
         model = ImplicitModel(Trainer(learner, optimizer, stage.micro_tokens), baseline.beta)
-        # `beside` has copied the present policy. In a resumed stage this model had already learned by itself, so its
-        # own weights are loaded.
+        # It is a copy of the present policy. In a resumed stage this model had already learned by itself, so its own
+        # weights are loaded.
         if checkpoint is not None:
             load_weights(checkpoint / IMPLICIT, learner)
             load_optimizer(checkpoint / IMPLICIT, optimizer)

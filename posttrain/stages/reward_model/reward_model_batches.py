@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from posttrain.algorithm.preference.preference_minibatch import unit_of_each
 from posttrain.algorithm.preference.reward_model_loss import RankingLoss
 from posttrain.config.stages.reward_model_settings import RewardModel
 from posttrain.core import abilities, seeds
@@ -133,7 +134,7 @@ def heldout_agreement(
             (np.nanmean(side_or_rating, 1) if side_or_rating.ndim > 1 else side_or_rating).astype(np.float64).tolist()
         )
         # `i` judgements were in the parts before this one: units are numbered over all parts.
-        unit += (i + (np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E)).tolist()
+        unit += (i + unit_of_each(batch)).tolist()
     if stage.judgement == "steps":
         return AgreementReport.of_labels(np.array(score), np.array(worth) > 0.5)
     partners, ids = _partners(judged, np.array(worth), np.array(unit)), [j.task.id for j in judged]
@@ -194,7 +195,7 @@ def _scores(
     for i in range(0, len(judged), PART):
         batch = batch_of(judged[i : i + PART], renderer, context)
         spoken = np.bincount(batch.segment_M, minlength=len(batch.lengths_S))
-        unit = i + (np.arange(batch.episodes) if batch.unit_E is None else batch.unit_E)
+        unit = i + unit_of_each(batch)
         parts.append((learner.rewards(batch), batch[SIDE][np.cumsum(spoken) - spoken], spoken, unit))
     score, side, tokens, unit = map(np.concatenate, zip(*parts, strict=True))
     return score.astype(np.float64), side.astype(np.float64), tokens.astype(np.float64), unit

@@ -59,6 +59,7 @@ EXCERPT = 200
 TRIES = 8
 """How many JSON values of the longest length may fail in one turn. After that the first end tag ends a call, even if it
 stands in a string of the call."""
+_BETWEEN_CALLS = re.compile(r"\s*(;?)\s*")  # of Llama
 
 
 def parse(text: str, format: str) -> Parsed:
@@ -135,7 +136,7 @@ def _llama(text: str) -> Found:
             break
         # The value is parsed already. `_read` limits its length, and makes a wrong call a `Malformed`.
         calls += _read(stripped[at:end], lambda _, v=value: [read_data.object_call(v, "name", "parameters")])
-        following = re.compile(r"\s*(;?)\s*").match(stripped, end)
+        following = _BETWEEN_CALLS.match(stripped, end)
         assert following is not None
         at = following.end()
         if at < len(stripped) and not following[1]:
@@ -280,6 +281,12 @@ def _harmony(text: str) -> Parsed:
     return Parsed("\n".join(reasoning).strip(), "".join(content).strip(), tuple(calls))
 
 
+def _harmony_without_thoughts(text: str) -> Found:
+    """(text outside the calls, calls) of a turn of messages."""
+    parsed = _harmony(text)
+    return parsed.content, list(parsed.calls)
+
+
 FORMATS: dict[str, Callable[[str], Found]] = {
     "hermes": _tool_call_format(lambda t: [read_data.object_call(read_data.json_value(t), "name", "arguments")]),
     "llama": _llama,
@@ -291,7 +298,7 @@ FORMATS: dict[str, Callable[[str], Found]] = {
     ),
     "glm": _tool_call_format(lambda t: _call_with_tags(t, _GLM, _GLM_ARG, _GLM_SHAPE)),
     "coder": _tool_call_format(lambda t: _call_with_tags(t, _CODER, _CODER_ARG, _CODER_SHAPE)),
-    "harmony": lambda text: (lambda p: (p.content, list(p.calls)))(_harmony(text)),
+    "harmony": _harmony_without_thoughts,
 }
 """Each format's function: text without thoughts -> (text outside the calls, calls). `parse` calls `_harmony` itself,
 because there the thoughts are a channel."""

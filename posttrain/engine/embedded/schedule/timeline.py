@@ -21,14 +21,15 @@ class Timeline:
         self._zero = time.perf_counter()
         self._events: list[dict[str, Any]] = []
         self._open: dict[int, tuple[str, float, int]] = {}
+        """(phase, when it began, row) of each request that has not finished, by the request's number."""
         self._dropped = 0
 
     def phase(self, request: GenerateCall, name: str | None) -> None:
         """End the request's phase and begin phase `name`; None: the request has finished."""
         now, row = time.perf_counter(), 0 if request.slot is None else request.slot + 1
         if request.number in self._open:
-            label, begun, at = self._open.pop(request.number)
-            self._add(label, begun, now, 0, at, {"request": request.number})
+            ended_name, begun, begun_row = self._open.pop(request.number)
+            self._add(ended_name, begun, now, 0, begun_row, {"request": request.number})
         if name is not None:
             self._open[request.number] = (name, now, row)
 
@@ -36,13 +37,13 @@ class Timeline:
         """Record one step that began at `time.perf_counter()` = begun."""
         self._add("step", begun, time.perf_counter(), 1, 0, {"positions": positions, "speaking": speaking})
 
-    def _add(self, name: str, begun: float, ended: float, process: int, thread: int, args: dict[str, Any]) -> None:
+    def _add(self, name: str, begun: float, ended: float, process: int, row: int, args: dict[str, Any]) -> None:
         """Keep an event, or count it where `MAX_EVENTS` are kept already."""
         if len(self._events) >= MAX_EVENTS:
             self._dropped += 1
             return
-        # "X" is a complete event: its begin and its duration in one record, which is written when it ends. In process 0
-        # every slot is a thread, and process 1 has the steps.
+        # "X" is a complete event: its begin and its duration in one record, which is written when it ends. Rows are
+        # the threads of the trace: in process 0 the queue and the slots, in process 1 the steps.
         self._events.append(
             {
                 "name": name,
@@ -50,7 +51,7 @@ class Timeline:
                 "ts": (begun - self._zero) * 1e6,
                 "dur": (ended - begun) * 1e6,
                 "pid": process,
-                "tid": thread,
+                "tid": row,
                 "args": args,
             }
         )
