@@ -147,8 +147,7 @@ def test_the_loss_is_the_textbooks_cross_entropy(rows: Answers, beta: float, see
         total = total + outcome * torch.log1p((-h).exp()) + (1 - outcome) * torch.log1p(h.exp())
     (want,) = torch.autograd.grad(total / len(rows), phi)
     assert loss == pytest.approx(float(total.detach()) / len(rows), rel=1e-9)
-    # torch's softplus is linear above 20, so the slope of a sure answer may be off by e^-20 = 2e-9.
-    assert torch.allclose(grad, want, rtol=1e-9, atol=3e-9)
+    assert torch.allclose(grad, want, rtol=1e-9, atol=1e-12)
 
 
 @laws

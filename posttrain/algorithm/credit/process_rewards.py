@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
+from torch.nn.functional import logsigmoid
 
 from posttrain.algorithm.credit.judged_sample import Sample, joined
 from posttrain.algorithm.credit.reward_spread import Array
@@ -60,7 +60,8 @@ class OutcomeLoss:
         outcome_E, weight_E = held[OUTCOME][first_E], held[WEIGHT][first_E]
         # -y log sigmoid(z) - (1 - y) log(1 - sigmoid(z)) = log(1 + e^z) - y z:
         # finite for every z, and right for an outcome between 0 and 1 too.
-        each_E = softplus(odds_E) - outcome_E * odds_E
+        # -log sigmoid(-x), not softplus, which torch makes linear above 20: a sure answer would lose its slope.
+        each_E = -logsigmoid(-odds_E) - outcome_E * odds_E
         agrees = ((odds_E > 0) == (outcome_E > 0.5)).sum()
         return Terms((weight_E * each_E).sum(), {"implicit/agrees": Gauge(float(agrees), held.episodes)})
 
