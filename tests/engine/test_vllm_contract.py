@@ -26,6 +26,7 @@ from posttrain.engine.vllm.launch import NEEDED, arguments
 from posttrain.engine.vllm.sampler_requests import UpdateGate
 from posttrain.engine.vllm.sampling_parameters import BANNED, Answer, Capabilities, check, fields, said
 from posttrain.engine.vllm.spawn_server import SpawnedServer
+from posttrain.engine.vllm.vllm_server import VLLMServer
 from posttrain.system.errors import ConfigError, EngineError
 from posttrain.system.machine import is_linux
 from tests.verifier.http_parts import reply, server
@@ -178,6 +179,25 @@ def test_turns_that_may_stay_go_on_during_an_update() -> None:
     assert "t" in seen[:begun] and "t" not in seen[begun:], "it waited for the turn that may not stay"
     assert "s" in seen[begun:ended], "the other one went on"
     assert seen.index("x") > ended, "a new one waited"
+
+
+async def test_a_score_that_waited_for_an_update_names_the_new_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update has unloaded the old one."""
+    made, bodies = VLLMServer.__new__(VLLMServer), list[dict[str, Any]]()
+    made._gate, made._adapter = UpdateGate(), "old"
+
+    async def post(path: str, body: dict[str, Any], **_: object) -> object:
+        bodies.append(body)
+        return {"prompt_logprobs": [None, {"2": {"logprob": -1.0}}]}
+
+    monkeypatch.setattr(made, "_post", post)
+    monkeypatch.setattr(made, "_salt", lambda: f"salt of {made._adapter}")
+    async with made._gate.update():
+        waits = asyncio.create_task(made.score(np.array([1, 2], np.int32)))
+        await asyncio.sleep(0)
+        made._adapter = "new"
+    assert (await waits).tolist() == [-1.0]
+    assert [(b["model"], b["cache_salt"]) for b in bodies] == [("new", "salt of new")]
 
 
 def test_a_server_is_started_with_what_is_needed() -> None:

@@ -112,6 +112,23 @@ def test_no_bit_of_a_tree_depends_on_the_others() -> None:
     assert all(torch.equal(a[:, :, 40:77], b) for a, b in zip(together[1:], alone[1:], strict=True))
 
 
+def test_a_gradient_that_is_not_contiguous_lives_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of its size that is written in between changes nothing."""
+    *rows, by = rows_of(40, (4, 2), (16, 16))
+    layout, real = PackedLayout([25, 15]), compile_native.library()
+    wanted = made(layout, rows, by)
+
+    def backward(*told: Any) -> int:
+        other = [torch.full_like(by, torch.nan) for _ in range(8)]
+        return real.segments_backward(*told) if other else 1
+
+    code = SimpleNamespace(segments_forward=real.segments_forward, segments_backward=backward)
+    monkeypatch.setattr(compile_native, "library", lambda: code)
+    scattered = by.transpose(1, 2).contiguous().transpose(1, 2)
+    assert not scattered.is_contiguous()
+    assert all(torch.equal(a, b) for a, b in zip(made(layout, rows, scattered), wanted, strict=True))
+
+
 @pytest.fixture
 def unproved() -> Iterator[None]:
     packed_attention._proved.cache_clear()  # pyright: ignore[reportPrivateUsage]

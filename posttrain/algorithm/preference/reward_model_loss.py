@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, logsigmoid, softplus
+from torch.nn.functional import cross_entropy, logsigmoid
 
 from posttrain.algorithm.loss.policy_loss import Terms
 from posttrain.config.stages.reward_model_settings import HeadShape, Regulariser
@@ -155,12 +155,11 @@ class RankingLoss:
             segment_M = scored.segment_M
             sign_M = torch.where(good_S, 1.0, -1.0).to(scored.score_S.dtype)[segment_M]
             spoken_S = torch.bincount(segment_M, minlength=len(good_S)).to(scored.score_S.dtype)
-            # softplus(-s R) = -log sigmoid(s R) at each token, divided by
-            # the tokens of its completion: a long one counts once.
-            each_M = softplus(-sign_M * rewards.outputs[:, 0]) / spoken_S[segment_M]
+            # Divided by the tokens of its completion: a long one counts once.
+            each_M = -logsigmoid(sign_M * rewards.outputs[:, 0]) / spoken_S[segment_M]
             each_S = scored.score_S.new_zeros(len(good_S)).index_add(0, segment_M, each_M)
         else:
-            each_S = softplus(torch.where(good_S, -scored.score_S, scored.score_S))
+            each_S = -logsigmoid(torch.where(good_S, scored.score_S, -scored.score_S))
         right = (scored.score_S.detach() > 0) == good_S
         accuracy = Gauge(float(right.sum()), len(good_S))
         return Terms((scored.weight_S * each_S).sum(), {"ranking/accuracy": accuracy, **scored.gauges()})
@@ -176,8 +175,9 @@ class RankingLoss:
         # Only the ends of labelled steps, [K] of the whole micro-batch.
         # NaN never enters the arithmetic: a product with 0 would keep it.
         label_K, score_K, segment_K = label_M[known_M], score_M[known_M], scored.segment_M[known_M]
-        # -y log sigmoid(R) - (1 - y) log sigmoid(-R) = softplus(R) - y R, also for a label between 0 and 1.
-        each_K = (softplus(score_K) - label_K * score_K) / steps_S[segment_K]
+        # -y log sigmoid(R) - (1 - y) log sigmoid(-R) = log(1 + e^R) - y R, also for a label between 0 and 1. Not
+        # softplus, which torch makes linear above 20: a sure step would lose its slope.
+        each_K = (-logsigmoid(-score_K) - label_K * score_K) / steps_S[segment_K]
         each_S = scored.score_S.new_zeros(len(steps_S)).index_add(0, segment_K, each_K)
         right = (score_K.detach() > 0) == (label_K > 0.5)
         accuracy = Gauge(float(right.sum()), len(label_K))
