@@ -211,6 +211,9 @@ class Result:
         choices = {name: n for name, n in (("worst", worst), ("best", best), ("failed", failed)) if n is not None}
         if len(choices) > 1:
             raise ConfigError(f"rollouts: {' and '.join(choices)} are two choices; give one")
+        for name, n in choices.items():
+            if n < 0:
+                raise ConfigError(f"rollouts: {name}={n} is no number of answers; give 0 or more")
         chosen = self._file(stage, step, "eval" if heldout else "train")
         views = [RolloutView(chosen.stage, chosen.index, heldout, r) for r in run_reader.read_episodes(chosen.path)]
         if failed is not None:

@@ -140,8 +140,12 @@ async def test_long_results_keep_their_ends_and_secrets_stay_out(monkeypatch: py
         len(seen.text) <= 100
         and seen.text.startswith("abcd")
         and seen.text.endswith("efgh")
-        and "4900 characters left out" in seen.text
+        and "4934 characters left out" in seen.text
+        and len(seen.text.replace(" ...(4934 characters left out)... ", "")) == 5000 - 4934
     )
+    assert (
+        await Odd().call(ToolCall("much", {"n": 5000}), replace(LIMITS, observation=20))
+    ).text == "abcdefghijklmnopqrst"
     for wrong in (ToolCall("add", {5000 * "x": 1}), ToolCall(5000 * "x", {}), Malformed("{", 5000 * "x")):
         assert len((await Odd().call(wrong, replace(LIMITS, observation=100))).text) <= 100
     monkeypatch.setenv("JUDGE_API_KEY", "abcdefghijkl")

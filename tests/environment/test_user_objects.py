@@ -318,7 +318,7 @@ def test_results_read_well(tmp_path: Path) -> None:
     )
     assert "<script>" not in hostile._repr_html_() and "\x1b" not in repr(hostile) + hostile._repr_html_()
     assert [r.heldout for r in read.rollouts(heldout=True, best=2)] in ([True, True], [])
-    for wrong in ({"worst": 1, "best": 1}, {"stage": "rk"}, {"step": 77}):
+    for wrong in ({"worst": -1}, {"worst": 1, "best": 1}, {"stage": "rk"}, {"step": 77}):
         with pytest.raises(ConfigError):
             read.rollouts(**wrong)  # type: ignore[arg-type]
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +111,9 @@ class VLLMEngine(VLLMSampler):
         try:
             return await self._answer(turn.future, "a turn")
         except asyncio.CancelledError:
-            self._send(lambda: self._abort(turn))
+            # An engine that has failed has nothing to abort, and its error must not replace the cancellation.
+            with suppress(EngineError):
+                self._send(lambda: self._abort(turn))
             raise
 
     async def score(self, ids: np.ndarray) -> np.ndarray:

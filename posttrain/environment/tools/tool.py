@@ -283,7 +283,10 @@ def _shortened(text: str, most: int) -> str:
     """The text; if it is longer than `most` characters, its beginning and its end."""
     if len(text) <= most:
         return text
-    note = f" ...({len(text) - most} characters left out)... "
+    note = " ...({} characters left out)... "
+    kept = most - len(note.format(len(text)))
+    if kept <= 0:
+        return text[:most]
     # Two thirds from the beginning, one third from the end, where errors and totals often stand.
-    head = max(0, most - len(note)) * 2 // 3
-    return text[:head] + note + text[len(text) - max(0, most - len(note) - head) :]
+    head = kept * 2 // 3
+    return text[:head] + note.format(len(text) - kept) + text[len(text) - (kept - head) :]

@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from posttrain.build.build_reward_models import with_reward_head
 from posttrain.build.open_model import adapter_base, kept_policy
@@ -24,11 +23,12 @@ from posttrain.engine.model.policy_model import Policy
 from posttrain.record.certificate import CERTIFICATE, FAILED, ExportCertificate, file_digests
 from posttrain.record.checkpoint import Checkpoint, find
 from posttrain.record.lineage import LineageLink, check_links
-from posttrain.record.run_reader import run_file
+from posttrain.record.run_reader import damage_is_named, run_file
 from posttrain.report.export.certify_export import ExportedRun, certify, check_memory
 from posttrain.report.export.export_reward import certify_scores, reward_card
 from posttrain.report.export.model_card import model_card
 from posttrain.role.weights.saved_weights import load_average, load_weights
+from posttrain.stages import where
 from posttrain.system.errors import ConfigError, InvariantError, RunFolderError
 from posttrain.system.files import full, share
 
@@ -110,6 +110,9 @@ def _reward_model(
         )
     policy = with_reward_head(run_file(source).run, kept_policy(source, allow=choice.trust))
     check_memory(policy)
+    with damage_is_named(f"{checkpoint.folder}/state.json"):
+        results = where(run_file(source).run, checkpoint.state).results
+    agreement = next((r.agreement for r in reversed(results) if r.name == stage.name), None)
     (load_average if choice.ema else load_weights)(checkpoint.folder, HFLearner(policy))
     forms: list[str] = []
 
@@ -119,11 +122,8 @@ def _reward_model(
         return certify_scores(policy, staged, made, str(run_file(source).identity or ""), checkpoint.name)
 
     def card(links: tuple[LineageLink, ...]) -> str:
-        results: Any = checkpoint.state.get("results", ())
-        agreement = next((r.get("agreement") for r in reversed(results) if r.get("name") == stage.name), None)
         # What was measured of the weights says nothing of their average.
-        measured = None if agreement is None or choice.ema else tuple(agreement)
-        return reward_card(name, stage.shape, forms[0], measured)
+        return reward_card(name, stage.shape, forms[0], None if choice.ema else agreement)
 
     return _placed(target, checkpoint, links, write, card)
 
