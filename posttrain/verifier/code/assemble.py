@@ -72,6 +72,7 @@ class Part:
 
     @property
     def reads(self) -> bool:
+        """True where the block reads the program's input."""
         return _READS.search(self.source) is not None
 
     @property

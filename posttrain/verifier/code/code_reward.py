@@ -56,7 +56,7 @@ _STATEMENT = re.compile(
 )
 """Matches the begin of a line of a program. Lines of prose rarely match."""
 
-_TYPED = re.compile(rf"\b(?:{'|'.join(typing.__all__)})\b")
+_TYPED = re.compile(rf"\b(?:{'|'.join(typing.__all__)})\b")  # A name of `typing`, such as `List`.
 # Possessive repetitions, because a program printed the text: no character is read twice, however long a number is.
 _NUMBER = re.compile(r"((?<![\w.])[-+]?(?:\d++(?:\.\d*+)?|\.\d++)(?:[eE][-+]?\d++)?+(?!\w|\.\d))")
 """A number that stands alone, such as `-1.5e3`. The parts of a version (`1.2.3`) or of a word (`x2`) do not match."""

@@ -92,7 +92,8 @@ _HEDGE = re.compile(
     re.IGNORECASE,
 )
 """Text before a number that makes the number alone no answer: `more than 5`, `either 3 or 4`, `n't 5`."""
-# A denial at the end of the text before an answer: `it is not $`, `isn't \(`.
+# A denial at the end of the text before an answer: `it is not $`, `isn't \(`. It is searched in the last 24 characters:
+# the longest, `anything but equal`, and marks behind it fit into these.
 _DENIED = re.compile(
     r"(?:\bnot|\bcannot|n['’]t|\bnever|\bneither|\banything but)(?:\s(?:be|equal))?\s{0,3}[$\\(\[\s*]{0,6}\Z",
     re.IGNORECASE,
@@ -238,11 +239,11 @@ def _boxed(text: str, boxes: list[Box]) -> Found | None:
     # From the last box backwards: boxes that only a comma, `and` or `or` parts belong to one answer. A box equal to the
     # next one says the same answer twice and ends the walk.
     # `_BETWEEN` matches less than 24 characters, so boxes further apart are never joined.
-    for one, two in zip(reversed(boxes[:-1]), reversed(boxes), strict=False):
-        apart = two.start - one.end > 24 or _BETWEEN.fullmatch(text, one.end, two.start) is None
-        if one.text.strip() == two.text.strip() or apart:
+    for earlier, later in zip(reversed(boxes[:-1]), reversed(boxes), strict=False):
+        apart = later.start - earlier.end > 24 or _BETWEEN.fullmatch(text, earlier.end, later.start) is None
+        if earlier.text.strip() == later.text.strip() or apart:
             break
-        joined.insert(0, one.text)
+        joined.insert(0, earlier.text)
     if len(joined) > 1:
         return Found(", ".join(joined), several and len(joined) < len(boxes))
     # A unit or `million` belongs to a number. `x=3` names its value, so no words are added to it.

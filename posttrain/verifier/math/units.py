@@ -15,6 +15,7 @@ _NAMES = (
     " km/h kph kmh, m/s, N newton, J joule, W watt, V volt, unit"
 )
 """Each unit with its other names."""
+# From each name of a unit, and the name with an `s`, to the unit's first name.
 _ALIASES = {
     alias: name
     for name, *more in map(str.split, _NAMES.split(", "))
@@ -36,7 +37,7 @@ _COUNTS = (
     "one two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty sixty seventy eighty"
     " ninety"
 )
-_ONES = set(_COUNTS.split())
+_COUNT_WORDS = set(_COUNTS.split())
 _CHANGING = {"squared", "cubed", "factorial", "half", "halves"} | set(SCALES)
 """First words after a number that make another number of it."""
 _OPERATING = {"plus", "minus", "times", "over", "divided", "point", "by", "to", "and"}
@@ -113,13 +114,13 @@ def changing(words: str) -> bool:
     if (
         not lowered
         or lowered[0] in _CHANGING - {"half"}
-        or (lowered[0] in _SHARES | _ONES and lowered[1:2] in ([], ["of"]))
+        or (lowered[0] in _SHARES | _COUNT_WORDS and lowered[1:2] in ([], ["of"]))
     ):
         return bool(lowered)
-    if lowered[0] in _OPERATING and not _ONES.isdisjoint(lowered[1:]):
+    if lowered[0] in _OPERATING and not _COUNT_WORDS.isdisjoint(lowered[1:]):
         return True
     # `3 and a half`, `3 two thirds`: a count directly before a share, anywhere in the text.
     return any(
-        count in ("a", "an", *_ONES) and share in _SHARES | {"quarter", "quarters"}
+        count in ("a", "an", *_COUNT_WORDS) and share in _SHARES | {"quarter", "quarters"}
         for count, share in itertools.pairwise(lowered)
     )

@@ -103,7 +103,7 @@ class _PoolState:
     def close(self) -> None:
         """Answer waiting requests with a failure and kill the workers."""
         if not self.threads.close():
-            return
+            return  # this is a forked child, and the workers are its parent's
         with self.lock:
             running = list(self.workers)
         # Outside of the lock, which a thread needs to forget its worker. The thread that waits for a worker gets a
