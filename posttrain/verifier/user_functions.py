@@ -139,7 +139,7 @@ def form(function: RewardFunction, name: str) -> Form:
             " episodes. What it left behind is in 'state'"
         )
     kinds = {p.kind for p in parameters.values()}
-    keywords = inspect.Parameter.VAR_KEYWORD in kinds
+    any_keyword = inspect.Parameter.VAR_KEYWORD in kinds
     # The names decide first: `prompts` or `completions` is TRL's form, even of a function that could also be
     # called with two arguments.
     if set(parameters) & set(batch_functions.ALWAYS):
@@ -152,7 +152,7 @@ def form(function: RewardFunction, name: str) -> Form:
     if inspect.Parameter.VAR_POSITIONAL not in kinds and _takes_two(function):
         return "ours"
     # `def reward(**columns)` names no argument and can only be called by keyword.
-    if keywords and not _takes_two(function):
+    if any_keyword and not _takes_two(function):
         return "trl"
     raise ConfigError(
         f"reward {name!r} has the signature {inspect.signature(function)}, which is neither of the two understood: "

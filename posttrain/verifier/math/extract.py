@@ -368,7 +368,8 @@ def _words_after(text: str, at: int) -> str:
     if not words:
         return ""
     # Words that multiply come first, and then a unit has to be all that is left. Words that make another number of it
-    # (`squared`) are kept, so that the reading does not equal the bare number; others (`apples`) are dropped.
+    # (`squared`, `and a half`: at most three) are kept, so that the reading does not equal the bare number; others
+    # (`apples`) are dropped.
     scales = 0
     while scales < len(words) and words[scales].lower() in SCALES:
         scales += 1

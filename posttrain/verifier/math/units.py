@@ -55,6 +55,7 @@ def unit(text: str) -> str:
     >>> unit("centimeters"), unit("square cm"), unit("cm^{2}"), unit("inches squared"), unit("apples")
     ('cm', 'cm^2', 'cm^2', 'in^2', '')
     """
+    # `cm$^2$` is `cm^2`. A dollar sign alone is a unit and stays.
     text = text.strip().rstrip(".").replace("^\\circ ", "^\\circ").replace("$^", "^")
     text = text.removesuffix("$") if "^" in text else text
     if text in _ALIASES:
