@@ -26,9 +26,11 @@ _SIGNLESS = (
     rf"|(?:(?:\d{{1,3}}(?:[ ]\d{{3}})+(?!\d)|{DIGITS})(?:\.\d+)?|\.\d+)"  # `12 345`, `1,234`, `.5`
     r"(?:[eE][-+]?\d+)?(?:\s?/\s?\d+)?(?:\s?\\?%)?)"  # `1e5`, `1.5/2`, `50%`
 )
+# A number at the start of a line or of a list's item, where a sign is always its own.
 _PLAIN = re.compile(rf"[-+−–]?{_SIGNLESS}", re.IGNORECASE)
 # A sign behind a digit or a closing bracket is an operator: `10-3` ends with 3. A digit behind a Latin letter begins no
-# number (`x2`), behind a Chinese, Japanese or Korean one it does.
+# number (`x2`), behind a Chinese, Japanese or Korean one it does. Behind a point, or in the second half of `3:4`, none
+# begins.
 _NUMBER = re.compile(
     rf"(?<![^\W{_SCRIPTS}])(?<!\.)(?<!\d:)(?:(?<![\d)\]])(?<![\d)\]] )[-+−–])?{_SIGNLESS}(?![\d])", re.IGNORECASE
 )
@@ -337,7 +339,7 @@ def _answer_of_line(line: str) -> str:
         return _joined(line, formula)
     if number is None:
         return sentence
-    # Only a number at the very start of the line can begin a list; one further on stands in a sentence.
+    # At the very start of the line stands a list, or else a number; a number further on stands in a sentence.
     plain = _PLAIN.match(line)
     return _list_at_start(line) or _with_unit(line, plain or number) if plain else _with_unit(line, number)
 

@@ -111,7 +111,8 @@ def changing(words: str) -> bool:
     [True, True, True, False, False, False]
     """
     lowered = words.lower().replace(",", " ").split()
-    # Other shares and counts, and `half`, which also begins nouns (`half lives`), count only alone or before `of`.
+    # Some words always change it (`squared`). Shares and counts, and `half`, which also begins nouns (`half lives`), do
+    # so only alone or before `of`. Without a word `bool(lowered)` is False.
     if (
         not lowered
         or lowered[0] in _CHANGING - {"half"}
