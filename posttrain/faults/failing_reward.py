@@ -7,7 +7,7 @@ from itertools import count
 from posttrain.core.types import Task
 
 ANSWERS = 90
-"""Calls before the service fails."""
+"""Calls before the service fails: the first steps of a run still have their rewards."""
 _calls = count(1)
 
 

@@ -54,9 +54,9 @@ def _(real: Real, a: Any, samples_P: Any, *args: Any, **kwargs: Any) -> Any:
     places = np.arange(len(samples_P) * len(samples_P[0])).reshape(len(samples_P), -1).T.ravel()
     flat = [s for samples in samples_P for s in samples]
     mixed = [[flat[i] for i in of_group] for of_group in np.array_split(places, len(samples_P))]
-    raw, *silent_and_after = real(a, mixed, *args, **kwargs)
+    mixed_credit, *silent_and_after = real(a, mixed, *args, **kwargs)
     # Each result goes back to its own sample: wrong is only what it was compared with.
-    by_place = dict(zip(places.tolist(), raw, strict=True))
+    by_place = dict(zip(places.tolist(), mixed_credit, strict=True))
     return [by_place[i] for i in range(len(flat))], *silent_and_after
 
 

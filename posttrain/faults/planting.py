@@ -96,8 +96,8 @@ REGISTERED: dict[str, Fault] = {}
 
 def fault(name: str, **about: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as the buggy form of the function at `seam`; `about` are the fields of `Fault`.
-    It gets the real function before the arguments of a call. One that takes the real function alone returns the buggy
-    one."""
+    It gets the real function before the arguments of a call. If the real function is its only parameter, it returns
+    the buggy form when the fault is planted."""
 
     def register(buggy: Callable[..., Any]) -> Callable[..., Any]:
         assert name not in REGISTERED, f"two faults are called {name!r}"

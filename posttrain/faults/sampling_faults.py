@@ -132,5 +132,6 @@ def _(real: Real, self: Any, ids: Any) -> None:
 )
 def _(real: Real, cls: Any, *args: Any, **kwargs: Any) -> Any:
     packed = real(cls, *args, **kwargs)
-    # The hidden state of the token itself. A source needs a token behind it, so the last position cannot be one.
+    # A source is the position whose hidden state predicts a token; the next one is the token itself. The last position
+    # has no token behind it, so it can be no source.
     return replace(packed, source_M=np.minimum(packed.source_M + 1, len(packed.ids_N) - 2))

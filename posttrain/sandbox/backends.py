@@ -125,7 +125,8 @@ def settings(mode: str, control: int, uid: int | None, packages: tuple[str, ...]
 
 
 def unused_uid() -> int | None:
-    """For root: an unused user id, different for each zygote, so that each has its own limits by user. Else None."""
+    """For root: a random user id, far above those of accounts and different for each zygote, so that each has its own
+    limits by user. Else None: only root can become another user."""
     return 0x60000000 + secrets.randbelow(0x0FFFFFFF) if os.geteuid() == 0 else None
 
 

@@ -84,6 +84,7 @@ class LocalConversation:
         except BaseException:
             self.abandon()
             raise
+        # Only the account of a process that has ended has a status.
         if "status" in account:
             self._over()
         return self._ran(status, stopped, account, {r.name: r for r in readers.values()}, time.monotonic() - start)

@@ -125,6 +125,7 @@ class _SharedSession:
     """The reason why the session takes no more pieces."""
     worker: SandboxWorker | None = None
     begun: bool = False
+    """Whether a first piece was asked for, so that the session waits for a sandbox or has one."""
     taken: bool = False
     """Whether a thread has taken it. That thread then calls `leave` at the end."""
     over: Future[None] = field(default_factory=Future[None])
@@ -170,14 +171,14 @@ class _SharedSession:
             self.pieces.clear()
             worker = self.worker
             # If no thread has taken the session, none calls `leave`, for which `close` waits. Then it is called here.
-            alone = not self.taken
+            never_taken = not self.taken
             if worker is not None:
                 worker.stop()  # under the lock: afterwards the sandbox may belong to another session
             self.changed.notify()
         # Outside the lock: a future's callbacks run in this thread and may take locks of their own.
         for piece in refused:
             settle(piece.answer.set_exception, SandboxBroken(self.ended))
-        if alone:
+        if never_taken:
             self.leave()
 
     def refuse(self) -> None:

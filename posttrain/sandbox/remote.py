@@ -100,9 +100,9 @@ class RemoteWorker(SandboxWorker):
         parts = urlsplit(backend.url)
         self._path = parts.path.rstrip("/")
         host, port = parts.hostname or "", parts.port
-        safe = {"context": ssl.create_default_context()} if parts.scheme == "https" else {}
-        kind: Any = http.client.HTTPSConnection if safe else http.client.HTTPConnection
-        self._wire: http.client.HTTPConnection = kind(host, port, timeout=START_SECONDS, **safe)
+        tls = {"context": ssl.create_default_context()} if parts.scheme == "https" else {}
+        kind: Any = http.client.HTTPSConnection if tls else http.client.HTTPConnection
+        self._wire: http.client.HTTPConnection = kind(host, port, timeout=START_SECONDS, **tls)
         try:
             self.notes = self.ask("GET", "/about", None, START_SECONDS)
         except SandboxBroken as error:

@@ -58,7 +58,7 @@ class ProgramLimits:
             if name in ("cpu", "wall"):
                 fits, wanted = 0 < value <= MOST_SECONDS, f"more than 0 and at most {MOST_SECONDS:,} seconds"
             else:
-                fits = isinstance(value, int) and value >= (name != "processes")
+                fits = isinstance(value, int) and value >= (name != "processes")  # at least 1, of processes 0
                 wanted = "a whole number of 0 or more" if name == "processes" else "more than 0, and whole"
             if not fits:
                 raise ConfigError(f"sandbox limit {name}={value!r} must be {wanted}")

@@ -66,6 +66,7 @@ async def search_point(kind: SearchKind, tools: StepSearch, tasks: Sequence[Task
 
         outcomes.append(await together([one(t) for t in tasks]))
         spent += run_tools.spent
+    # `outcomes` is [runs][tasks]. `each` has the outcomes of one task in all runs.
     judged = {
         t.id: [x for x in each if x is not None] for t, each in zip(tasks, zip(*outcomes, strict=True), strict=True)
     }
@@ -74,7 +75,7 @@ async def search_point(kind: SearchKind, tools: StepSearch, tasks: Sequence[Task
     right: dict[Hashable, float] = {t: float(np.mean([r.of(x) for x, r in each])) for t, each in judged.items() if each}
     means: dict[Hashable, float] = {t: float(np.mean([x for x, _ in each])) for t, each in judged.items() if each}
     grades = Grades.each(x for each in judged.values() for x in each)
-    unjudged = sum(x is None for each in outcomes for x in each)
+    unjudged = sum(x is None for of_run in outcomes for x in of_run)
     return SearchPoint(
         kind, Score.of([*right.values()]), spent / (runs * len(tasks)), right, unjudged, means=means, grades=grades
     )

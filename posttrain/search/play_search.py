@@ -85,6 +85,7 @@ def _final(text: str) -> str | None:
 
 
 def _line(text: str) -> str | None:
+    """The last line of a text outside its thoughts."""
     lines = spoken(text).strip().splitlines()
     return lines[-1].strip() if lines else None
 

@@ -38,6 +38,7 @@ def worth_is(scores: Sequence[float], aggregate: Aggregate, worth: float, task: 
         "mean": lambda: float(np.mean(np.array(scores))),
         "last": lambda: scores[len(scores) - 1],
     }[aggregate]()
+    # A product of many scores may be so small that a float has few digits left: below 1e-300 all are equal.
     if not math.isclose(worth, wanted, rel_tol=APART, abs_tol=1e-300):
         raise InvariantError(
             f"a search for task {task!r} chose an answer by {worth:.6g}, and the {aggregate} of its steps' scores"

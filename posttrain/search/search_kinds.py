@@ -38,6 +38,7 @@ class SearchKind:
 
     @property
     def reads(self) -> Scored:
+        """The scores that the search reads: of steps, unless a kind of whole answers says otherwise."""
         return "steps"
 
     @property

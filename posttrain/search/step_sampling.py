@@ -64,6 +64,7 @@ class StepSearch:
         prompt: the prompt of a task as token ids.
         text: decodes token ids, without the stop token.
         sampling: the resolved sampling of the policy. A search over steps also stops at each separator.
+        separator: the text that ends a step.
         verifier: scores steps, if there is no `scorer`.
         judge: scores whole answers, if there is neither.
         verified: the environment's own verdict scores whole answers, if none of these is given.
@@ -231,7 +232,7 @@ class StepSearch:
         return aggregated(b.scores, self.aggregate) if b.scores else 0.0
 
     def _episode(self, task: Task, b: Beginning, sibling: int) -> Episode:
-        """An answer as judges of episodes read it."""
+        """An answer as judges of episodes read it. One that could go on counts as cut off."""
         stop, text = b.stop or Stop.LENGTH, self.text(b.ids)
         return Episode(task, 0, sibling, (self._segment(task, b),), stop, (), text, turns=(len(b.ids),))
 

@@ -163,16 +163,19 @@ def verdicts(returned: Any, count: int) -> list[Verdict]:
 
 
 async def misplaced(together: Together, attempts: Sequence[Attempt], at: StepNumber, seed: int) -> str:
-    """How a group's scores depend on the order of its answers. `siblings`: they are those that the answers get alone,
-    but at other places: the function mixes its list up. `order`: they change in another way. '': they do not."""
+    """How a group's scores depend on the order of its answers. '': not at all. `siblings`: the function mixes its list
+    up: the scores are those that the answers get alone, but at other places. `order`: they change in another way."""
     order = Random(seed).sample(range(len(attempts)), len(attempts))
-    first, _ = await together(attempts, at)
-    other, _ = await together([attempts[i] for i in order], at)
-    moved = not all(same_scores(first[i], judged) for i, judged in zip(order, other, strict=True))
-    if not moved and len(attempts) > 2:  # of two, every order of the scores looks like one of the answers
+    in_order, _ = await together(attempts, at)
+    reordered, _ = await together([attempts[i] for i in order], at)
+    moved = not all(same_scores(in_order[i], judged) for i, judged in zip(order, reordered, strict=True))
+    # A function that swaps the scores of two answers gives each the same score in both orders: so two are judged alone.
+    if not moved and len(attempts) > 2:
         return ""
     alone = [(await together([a], at))[0][0] for a in attempts]
-    scores = [[str({j.source: j.verdict.score for j in x}) for x in verdicts] for verdicts in (first, alone)]
+    # The scores of each answer as a text, first in the group and then alone. Texts can be sorted.
+    scores = [[str({j.source: j.verdict.score for j in x}) for x in verdicts] for verdicts in (in_order, alone)]
+    # `"order" * moved` is '' where they have not moved.
     return "siblings" if scores[0] != scores[1] and sorted(scores[0]) == sorted(scores[1]) else "order" * moved
 
 

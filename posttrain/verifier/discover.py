@@ -26,6 +26,7 @@ class RemoteModel:
     context: int
     """Most tokens of a sequence; `UNBOUNDED` where the endpoint does not report it."""
     owner: str
+    """The model's owner as the server names it; servers of vLLM and of this package give their own name."""
 
     @property
     def by_tokens(self) -> bool:

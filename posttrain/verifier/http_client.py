@@ -54,7 +54,8 @@ class Patience:
 
         `failed`: tries that failed so far. `asked`: the seconds of the server's `Retry-After`, None without it.
         """
-        # At most 64 doublings: a much higher power of two is no float.
+        # At most 64 doublings: a much higher power of two is no float. The random factor parts calls that failed
+        # together.
         seconds = min(self.longest, self.first * 2 ** min(failed - 1, 64)) * random.uniform(0.5, 1)
         return seconds if asked is None else min(self.longest, max(seconds, asked))
 
@@ -185,6 +186,7 @@ class Endpoint:
                     try:
                         answer = await self._once(client, method, path, body, patience, plain)
                     except _TransientError as error:
+                        # A silence begins with its first failure. `min` keeps that time.
                         failed, self._since = failed + 1, min(self._since, time.monotonic())
                         if not again or failed >= patience.tries or self._down:
                             times = f" (tried {failed} times)" if failed > 1 else ""
@@ -231,6 +233,7 @@ class Endpoint:
         except httpx2.RequestError as error:  # includes bytes that cannot be decompressed
             raise _TransientError(f"the connection failed ({type(error).__name__}: {error})") from error
         status = received.status
+        # An answer that is too long is not asked for again, whatever its status.
         if status in RETRIED and received.body is not None:
             raise _TransientError(
                 f"status {status}: {_server_message(received)}", status, _seconds(received.headers.get("retry-after"))

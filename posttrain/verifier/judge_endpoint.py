@@ -57,7 +57,7 @@ class RubricJudge:
     _kept: dict[bytes, asyncio.Task[Verdict]] = field(default_factory=dict[bytes, "asyncio.Task[Verdict]"])
     _counts: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     _retried: int = 0
-    """Repeated tries of the endpoint that the gauge has."""
+    """Repeated tries of the endpoint that are in the gauge already."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: LoopThread = field(default_factory=lambda: LoopThread("posttrain-judge-endpoint"))
 

@@ -94,7 +94,7 @@ def as_verdict(value: Any) -> Verdict:
         return Verdict.failed(
             "type", f"returned {type(value).__name__} {value!r:.80}, wanted a number, a Verdict or None"
         )
-    if _truth(value):
+    if _is_truth_value(value):
         return Verdict.failed(
             "type",
             f"returned the truth value {value!r:.80}, wanted a number: return float(...) of it, or None to abstain",
@@ -109,6 +109,6 @@ def as_verdict(value: Any) -> Verdict:
     return Verdict.value(score)
 
 
-def _truth(value: Any) -> bool:
-    """Returns whether a value is a truth value of Python, NumPy or torch: of a comparison, and no score."""
+def _is_truth_value(value: Any) -> bool:
+    """Returns whether a value is True or False of Python, NumPy or torch, as a comparison gives. That is no score."""
     return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")

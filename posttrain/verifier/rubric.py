@@ -80,7 +80,7 @@ class Rubric:
         """DataError where the rubric names a column that a task does not have."""
         for task in tasks:
             task_fields = {"prompt", *columns(task)}
-            # `prompt` fills neither of these two in a row's rubric, and the judge would read `{response}`.
+            # In a row's rubric {response} and {rubric} are not filled in: the judge would read the braces.
             for text, whose, known in (
                 (self.text, str(self.settings.rubric), task_fields | {"response"}),
                 (self._of_row(task), "of its row", task_fields - {ROW_RUBRIC}),

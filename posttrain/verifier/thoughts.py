@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|START_THINKING|>", "<|END_THINKING|>"))
 """Pairs of the tag that begins a thought and the tag that ends it."""
-_ENDS = dict(THOUGHTS)
+_END_OF = dict(THOUGHTS)  # From the tag that begins a thought to the one that ends it.
 _TAG = re.compile("|".join(re.escape(tag) for pair in THOUGHTS for tag in pair))
 _BEFORE = re.compile(r"(?:(?<![\w.,!?)\]}])|(?<=\b[bfrBFR]))([\"'`])\1*\Z")
 """Equal quotes directly before a tag, which begin a quotation. A quote behind a word (`x'`) ends one and does not
@@ -42,11 +42,11 @@ def thoughts(text: str) -> tuple[str, str]:
     # Outside, a tag that begins a thought counts, and the very first tag also if it ends one.
     for tag in tags(text):
         first = not (pieces[0] or pieces[1])
-        if tag[0] != end and (end or (tag[0] not in _ENDS and not first)):
+        if tag[0] != end and (end or (tag[0] not in _END_OF and not first)):
             continue
         # The text before a tag that begins a thought was said (`pieces[1]`), that before one that ends it was thought.
-        pieces[not end and tag[0] in _ENDS].append(text[at : tag.start()])
-        at, end = tag.end(), "" if end else _ENDS.get(tag[0], "")
+        pieces[not end and tag[0] in _END_OF].append(text[at : tag.start()])
+        at, end = tag.end(), "" if end else _END_OF.get(tag[0], "")
     pieces[not end].append(text[at:])
     return "".join(pieces[0]), "".join(pieces[1])
 

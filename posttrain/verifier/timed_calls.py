@@ -33,6 +33,7 @@ async def call(function: Callable[..., Any], timeout: float, *args: Any, **kwarg
     slots = _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(THREADS))
     async with slots:
         result = await _within(timeout, _threaded(function, args, kwargs))
+    # A plain function may return a coroutine, such as a lambda that calls an async one. To wait for it needs no thread.
     return await _within(timeout, result) if inspect.isawaitable(result) else result
 
 
@@ -42,8 +43,8 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 async def contained(awaitable: Any) -> Any:
-    """The result of code of the user. What it raises that would end the run (SystemExit), or look as if the run had
-    cancelled it, becomes `Raised`."""
+    """The result of code of the user. An exception that would end the run (SystemExit), or that looks as if the run had
+    cancelled the code (CancelledError), becomes `Raised`."""
     try:
         return await awaitable
     except (SystemExit, asyncio.CancelledError) as raised:

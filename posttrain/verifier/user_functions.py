@@ -74,6 +74,7 @@ class FunctionSource:
         """The positional and the keyword arguments of the call."""
         if self.form == "ours":
             return (attempt.task, attempt.text), {}
+        # An answer that is judged alone belongs to no step, so what is logged about it is dropped.
         return (), batch_functions.keywords(self.function, [attempt], StepNumber(), batch_functions.Log(1))
 
     def read(self, returned: Any) -> Verdict:
@@ -101,6 +102,7 @@ class FunctionSource:
         DataError if a built-in cannot read the answer, or the calls that a task wants."""
         # A user's function may have the name of a built-in, so the functions are compared and not only the names.
         read_answer = ANSWERED.get(self.name) if self.function is BUILTIN.get(self.name) else None
+        # TRL's form names the columns that it needs. In ours only the built-ins that compare need one.
         required = _required(self.function) if self.form == "trl" else [] if read_answer is None else ["answer"]
         for task in tasks:
             if self.function is BUILTIN["tool_call"]:
@@ -137,7 +139,7 @@ def form(function: RewardFunction, name: str) -> Form:
             " episodes. What it left behind is in 'state'"
         )
     kinds = {p.kind for p in parameters.values()}
-    keywords = inspect.Parameter.VAR_KEYWORD in kinds
+    any_keyword = inspect.Parameter.VAR_KEYWORD in kinds
     # The names decide first: `prompts` or `completions` is TRL's form, even of a function that could also be
     # called with two arguments.
     if set(parameters) & set(batch_functions.ALWAYS):
@@ -146,10 +148,11 @@ def form(function: RewardFunction, name: str) -> Form:
                 f"reward {name!r}: a batch reward is called by keyword, so no parameter may be positional-only"
             )
         return "trl"
+    # `*args` can be called with two arguments too, but does not show that it expects these two.
     if inspect.Parameter.VAR_POSITIONAL not in kinds and _takes_two(function):
         return "ours"
     # `def reward(**columns)` names no argument and can only be called by keyword.
-    if keywords and not _takes_two(function):
+    if any_keyword and not _takes_two(function):
         return "trl"
     raise ConfigError(
         f"reward {name!r} has the signature {inspect.signature(function)}, which is neither of the two understood: "

@@ -96,6 +96,7 @@ class Curve(Picture):
     x_label: str = "step"
     y_label: str = ""
     low: float | None = None
+    """The ends of the axis of y; None: by the values."""
     high: float | None = None
     log: bool = False
     """Whether the axis of x is logarithmic."""

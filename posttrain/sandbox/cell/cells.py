@@ -60,6 +60,7 @@ def _cell(piece: bytes, name: str, namespace: dict[str, Any]) -> int:
         tree = ast.parse(piece, name)
         _remember(piece, name)
         last = tree.body[-1] if tree.body else None
+        # `pop` takes the statement out of the tree and returns it. It is true, so `shown` is its expression.
         shown = tree.body.pop() and last.value if isinstance(last, ast.Expr) else None
         # With `dont_inherit` the `from __future__` of this file does not apply to the program.
         exec(compile(tree, name, "exec", dont_inherit=True), namespace)

@@ -81,7 +81,7 @@ def ruleset(read: list[str], write: list[str], *, run: bool) -> int:
                     f"user {os.getuid()} cannot read {path}, which Python needs; use a Python that everybody can read"
                 ) from None
             # The kernel refuses a rule that gives a file the rights of a directory. The structure is packed: no
-            # padding.
+            # padding. The 1 below is LANDLOCK_RULE_PATH_BENEATH.
             rights = access if os.path.isdir(path) else access & OF_A_FILE
             rule = struct.pack("=Qi", rights & all_rights, tree)
             checked(libc.syscall(ADD_RULE, fd, ctypes.c_int(1), rule, ctypes.c_uint(0)), f"landlock_add_rule {path}")
@@ -115,7 +115,8 @@ def limit(limits: dict[str, Any], *, tasks: int | None, cpu: bool = True) -> Non
 
     `cpu=False`: no limit on processor time, for a session, which needs one for each piece and not for its whole life.
     """
-    # Whole seconds. At the soft limit the kernel sends SIGXCPU, which a program can ignore; a second later SIGKILL.
+    # Whole seconds, rounded up. At the soft limit the kernel sends SIGXCPU, which a program can ignore; a second later
+    # SIGKILL.
     seconds = max(1, int(limits["cpu"] + 0.999))
     for what, soft, hard in (
         (resource.RLIMIT_AS, limits["memory"], limits["memory"]),

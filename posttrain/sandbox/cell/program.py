@@ -127,10 +127,10 @@ def begin(module: ModuleType) -> None:
 def streams() -> None:
     """Makes the standard streams anew: those of the zygote remember whether the files that they had can seek."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
-        raw = open(number, "rb" if number == 0 else "wb", closefd=False)  # noqa: SIM115 (open as long as the program)
-        raw.raw.name = f"<{name}>"  # type: ignore[attr-defined]
+        file = open(number, "rb" if number == 0 else "wb", closefd=False)  # noqa: SIM115 (open as long as the program)
+        file.raw.name = f"<{name}>"  # type: ignore[attr-defined]
         errors = "backslashreplace" if name == "stderr" else "surrogateescape"
-        stream = io.TextIOWrapper(raw, encoding="utf-8", errors=errors, line_buffering=name == "stderr")
+        stream = io.TextIOWrapper(file, encoding="utf-8", errors=errors, line_buffering=name == "stderr")
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 

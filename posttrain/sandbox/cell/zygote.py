@@ -258,7 +258,7 @@ def seconds(clock: int) -> float:
 
 def begin(settings: dict[str, Any], rules: int | None) -> Any:
     """Confines a child as far as that is possible without its job: it dies with the zygote, and has its own process
-    group. An error is returned, and `job` raises it."""
+    group. Returns the filter for `confine.shut`; None with mode `none`; or an error, which `job` raises."""
     try:
         confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL, "pdeathsig")
         # In its own group, a signal to the group (kill 0) reaches only the job and not the zygote.
@@ -282,11 +282,12 @@ def job(
 ) -> None:
     """The child: takes the descriptors, confines itself, and runs the job. Never returns.
 
-    `ready`: what `begin` returned, if it was called already.
+    `ready`: what `begin` returned, if it was called already. With mode `none` that is None too, and `begin` is called
+    again, which changes nothing.
     """
     status = 1
     try:
-        half = ready if ready is not None else begin(settings, rules)
+        filter_or_error = ready if ready is not None else begin(settings, rules)
         # The source and the call are read before the program exists, and their files are closed below, so that no
         # program can use them.
         source, stdin, stdout, stderr, result, call, locked = fds
@@ -303,15 +304,15 @@ def job(
         # Limits are set before the filter, because the filter refuses the calls that set limits.
         confine.limit(request["limits"], tasks=settings["tasks"], cpu=not session)
         # An error of `begin` is raised only now, when descriptor 2 is the stream from which the host reads the reason.
-        if isinstance(half, OSError):
-            raise half
-        if half is not None:
-            confine.shut(half)
+        if isinstance(filter_or_error, OSError):
+            raise filter_or_error
+        if filter_or_error is not None:
+            confine.shut(filter_or_error)
         os.write(4, DONE)
         os.close(4)
         # The program runs in this process and can read the variables of the frames below its own. So they are deleted
         # here.
-        del request, settings, control, fds, half, ready
+        del request, settings, control, fds, filter_or_error, ready
         status = cells.converse(3) if session else program.run(code, call_text, 3)
     except BaseException as error:
         with contextlib.suppress(BaseException):

@@ -72,6 +72,7 @@ class Part:
 
     @property
     def reads(self) -> bool:
+        """True where the block reads the program's input."""
         return _READS.search(self.source) is not None
 
     @property
@@ -132,6 +133,7 @@ def _completed(main: Part, parts: list[Part], wanted: list[str]) -> str:
     main_place = parts.index(main)
     order = [*reversed(range(main_place)), *range(main_place + 1, len(parts))]
     defined = {name for name, _ in bound(main.tree.body)}
+    # By (block, index of the statement), so that they can be sorted into the order of the response.
     statements: dict[tuple[int, int], str] = {}
     needed = sorted((missing(main.source) | set(wanted)) - defined)
     seen = set(needed) | defined

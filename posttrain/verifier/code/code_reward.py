@@ -56,7 +56,7 @@ _STATEMENT = re.compile(
 )
 """Matches the begin of a line of a program. Lines of prose rarely match."""
 
-_TYPED = re.compile(rf"\b(?:{'|'.join(typing.__all__)})\b")
+_TYPED = re.compile(rf"\b(?:{'|'.join(typing.__all__)})\b")  # A name of `typing`, such as `List`.
 # Possessive repetitions, because a program printed the text: no character is read twice, however long a number is.
 _NUMBER = re.compile(r"((?<![\w.])[-+]?(?:\d++(?:\.\d*+)?|\.\d++)(?:[eE][-+]?\d++)?+(?!\w|\.\d))")
 """A number that stands alone, such as `-1.5e3`. The parts of a version (`1.2.3`) or of a word (`x2`) do not match."""
@@ -140,15 +140,17 @@ class Code:
         # A single fenced block, or code without words around it, is the program as it stands. Most responses are like
         # that, and need no process here. From a session of the interpreter (`>>> `) the prompts have to be removed.
         blocks = blocks_of(text)
-        only, one_block = blocks[0], len(blocks) == 1 and not blocks[0].body.lstrip().startswith(">>>")
-        if one_block and (only.kind != "bare" or all(_STATEMENT.match(line) for line in only.body.split("\n"))):
-            return only.body
+        first_block, stands_alone = blocks[0], len(blocks) == 1 and not blocks[0].body.lstrip().startswith(">>>")
+        if stands_alone and (
+            first_block.kind != "bare" or all(_STATEMENT.match(line) for line in first_block.body.split("\n"))
+        ):
+            return first_block.body
         # `blocks_of` does not search so long a text: it is one bare block.
         if len(text) > LONGEST:
             return last_of(blocks)
         # Only names go into the sandbox with the blocks. What is parsed there is a policy's text, which may crash the
         # parser or make it run very long.
-        request = {"bare": only.kind == "bare", "wanted": sorted(wanted_names(tests))}
+        request = {"bare": first_block.kind == "bare", "wanted": sorted(wanted_names(tests))}
         request["blocks"] = [(b.python, b.body) for b in blocks[-MOST_BLOCKS:]]
         usual = self.sandbox.limits
         cpu, wall = min(usual.cpu, MOST_SECONDS), min(usual.wall, MOST_SECONDS)

@@ -157,7 +157,7 @@ def _clock(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
     # `5 pm` and `5:00` are also the number 5, which the task may have asked for.
     if not clock.minute:
         return isinstance(other, Number) and not other.percent and other.value == clock.hour and not other.unit
-    # `10:30` in lowest terms would be 1:3, so as a ratio it would have been written otherwise.
+    # As a ratio, `10:30` would have been written in lowest terms, 1:3, and `2:05` without the zero.
     if clock.half or clock.minute < 10 or gcd(clock.hour, clock.minute) > 1:
         return False
     ratio = Number(Fraction(clock.hour, clock.minute))

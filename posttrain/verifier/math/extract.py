@@ -26,9 +26,11 @@ _SIGNLESS = (
     rf"|(?:(?:\d{{1,3}}(?:[ ]\d{{3}})+(?!\d)|{DIGITS})(?:\.\d+)?|\.\d+)"  # `12 345`, `1,234`, `.5`
     r"(?:[eE][-+]?\d+)?(?:\s?/\s?\d+)?(?:\s?\\?%)?)"  # `1e5`, `1.5/2`, `50%`
 )
+# A number at the start of a line or of a list's item, where a sign is always its own.
 _PLAIN = re.compile(rf"[-+−–]?{_SIGNLESS}", re.IGNORECASE)
 # A sign behind a digit or a closing bracket is an operator: `10-3` ends with 3. A digit behind a Latin letter begins no
-# number (`x2`), behind a Chinese, Japanese or Korean one it does.
+# number (`x2`), behind a Chinese, Japanese or Korean one it does. Behind a point, or in the second half of `3:4`, none
+# begins.
 _NUMBER = re.compile(
     rf"(?<![^\W{_SCRIPTS}])(?<!\.)(?<!\d:)(?:(?<![\d)\]])(?<![\d)\]] )[-+−–])?{_SIGNLESS}(?![\d])", re.IGNORECASE
 )
@@ -92,7 +94,8 @@ _HEDGE = re.compile(
     re.IGNORECASE,
 )
 """Text before a number that makes the number alone no answer: `more than 5`, `either 3 or 4`, `n't 5`."""
-# A denial at the end of the text before an answer: `it is not $`, `isn't \(`.
+# A denial at the end of the text before an answer: `it is not $`, `isn't \(`. It is searched in the last 24 characters:
+# the longest, `anything but equal`, and marks behind it fit into these.
 _DENIED = re.compile(
     r"(?:\bnot|\bcannot|n['’]t|\bnever|\bneither|\banything but)(?:\s(?:be|equal))?\s{0,3}[$\\(\[\s*]{0,6}\Z",
     re.IGNORECASE,
@@ -238,11 +241,11 @@ def _boxed(text: str, boxes: list[Box]) -> Found | None:
     # From the last box backwards: boxes that only a comma, `and` or `or` parts belong to one answer. A box equal to the
     # next one says the same answer twice and ends the walk.
     # `_BETWEEN` matches less than 24 characters, so boxes further apart are never joined.
-    for one, two in zip(reversed(boxes[:-1]), reversed(boxes), strict=False):
-        apart = two.start - one.end > 24 or _BETWEEN.fullmatch(text, one.end, two.start) is None
-        if one.text.strip() == two.text.strip() or apart:
+    for earlier, later in zip(reversed(boxes[:-1]), reversed(boxes), strict=False):
+        apart = later.start - earlier.end > 24 or _BETWEEN.fullmatch(text, earlier.end, later.start) is None
+        if earlier.text.strip() == later.text.strip() or apart:
             break
-        joined.insert(0, one.text)
+        joined.insert(0, earlier.text)
     if len(joined) > 1:
         return Found(", ".join(joined), several and len(joined) < len(boxes))
     # A unit or `million` belongs to a number. `x=3` names its value, so no words are added to it.
@@ -336,7 +339,7 @@ def _answer_of_line(line: str) -> str:
         return _joined(line, formula)
     if number is None:
         return sentence
-    # Only a number at the very start of the line can begin a list; one further on stands in a sentence.
+    # At the very start of the line stands a list, or else a number; a number further on stands in a sentence.
     plain = _PLAIN.match(line)
     return _list_at_start(line) or _with_unit(line, plain or number) if plain else _with_unit(line, number)
 
@@ -367,7 +370,8 @@ def _words_after(text: str, at: int) -> str:
     if not words:
         return ""
     # Words that multiply come first, and then a unit has to be all that is left. Words that make another number of it
-    # (`squared`) are kept, so that the reading does not equal the bare number; others (`apples`) are dropped.
+    # (`squared`, `and a half`: at most three) are kept, so that the reading does not equal the bare number; others
+    # (`apples`) are dropped.
     scales = 0
     while scales < len(words) and words[scales].lower() in SCALES:
         scales += 1

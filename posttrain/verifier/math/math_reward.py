@@ -48,7 +48,7 @@ class MathSource:
         # Most answers are settled above. Only the others wait for a process, and the event loop goes on meanwhile.
         try:
             verdict = (await asyncio.wrap_future(self._ask(verdict_or_gold, attempt.text))).one
-        except RuntimeError as error:
+        except RuntimeError as error:  # the pool was closed
             verdict = Verdict.failed("worker", str(error))
         return Judged(self.name, self.weight, redacted(verdict))
 

@@ -201,8 +201,8 @@ def _value_with_unit(text: str, depth: int) -> tuple[Value, ...]:
     if in_sum and (not written or len(words) == 1):
         return ()
     factor, unit_name = factor_and_unit
-    # Words that are neither a unit nor change the value (`12 apples`) count only in a text command behind numbers and
-    # operations alone, as `2\pi` and `3/4`: a unit could follow those.
+    # Words that are neither a unit nor change the value (`12 apples`) are passed over only in a text command behind
+    # numbers and operations alone, such as `2\pi`: those that `_BARE_UNIT` reads once a unit, `cm`, stands behind them.
     if factor == 1 and not unit_name and not (written and _BARE_UNIT.fullmatch(f"{match[1]}cm")):
         return ()
     return tuple(_scaled(v, factor, unit_name) for v in read(match[1], depth + 1))

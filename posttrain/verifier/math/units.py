@@ -15,6 +15,7 @@ _NAMES = (
     " km/h kph kmh, m/s, N newton, J joule, W watt, V volt, unit"
 )
 """Each unit with its other names."""
+# From each name of a unit, and the name with an `s`, to the unit's first name.
 _ALIASES = {
     alias: name
     for name, *more in map(str.split, _NAMES.split(", "))
@@ -36,7 +37,7 @@ _COUNTS = (
     "one two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty sixty seventy eighty"
     " ninety"
 )
-_ONES = set(_COUNTS.split())
+_COUNT_WORDS = set(_COUNTS.split())
 _CHANGING = {"squared", "cubed", "factorial", "half", "halves"} | set(SCALES)
 """First words after a number that make another number of it."""
 _OPERATING = {"plus", "minus", "times", "over", "divided", "point", "by", "to", "and"}
@@ -54,6 +55,7 @@ def unit(text: str) -> str:
     >>> unit("centimeters"), unit("square cm"), unit("cm^{2}"), unit("inches squared"), unit("apples")
     ('cm', 'cm^2', 'cm^2', 'in^2', '')
     """
+    # `cm$^2$` is `cm^2`. A dollar sign alone is a unit and stays.
     text = text.strip().rstrip(".").replace("^\\circ ", "^\\circ").replace("$^", "^")
     text = text.removesuffix("$") if "^" in text else text
     if text in _ALIASES:
@@ -109,17 +111,18 @@ def changing(words: str) -> bool:
     [True, True, True, False, False, False]
     """
     lowered = words.lower().replace(",", " ").split()
-    # Other shares and counts, and `half`, which also begins nouns (`half lives`), count only alone or before `of`.
+    # Some words always change it (`squared`). Shares and counts, and `half`, which also begins nouns (`half lives`), do
+    # so only alone or before `of`. Without a word `bool(lowered)` is False.
     if (
         not lowered
         or lowered[0] in _CHANGING - {"half"}
-        or (lowered[0] in _SHARES | _ONES and lowered[1:2] in ([], ["of"]))
+        or (lowered[0] in _SHARES | _COUNT_WORDS and lowered[1:2] in ([], ["of"]))
     ):
         return bool(lowered)
-    if lowered[0] in _OPERATING and not _ONES.isdisjoint(lowered[1:]):
+    if lowered[0] in _OPERATING and not _COUNT_WORDS.isdisjoint(lowered[1:]):
         return True
     # `3 and a half`, `3 two thirds`: a count directly before a share, anywhere in the text.
     return any(
-        count in ("a", "an", *_ONES) and share in _SHARES | {"quarter", "quarters"}
+        count in ("a", "an", *_COUNT_WORDS) and share in _SHARES | {"quarter", "quarters"}
         for count, share in itertools.pairwise(lowered)
     )

@@ -93,14 +93,16 @@ def pooled(local: FunctionSource, file: Path, attribute: str, workers: int, time
 
 
 def handler(argument: str) -> Callable[[Any], dict[str, Any]]:
-    """Runs in the worker: the function of `path.py:name` as a handler of requests: (parts of attempts, (step, steps))
-    for a batch, or ([parts of one attempt], None)."""
+    """Runs in the worker. Returns the function that answers requests by calling the one at `path.py:name`. A request is
+    (parts of attempts, (step, steps)) for a batch, or ([parts of one attempt], None)."""
     path, _, attribute = argument.rpartition(":")
     judge = source(load(Path(path), attribute))
 
     def answer(request: Any) -> dict[str, Any]:
         sent, at = request
-        attempts = [Attempt(task=a, turns=b, stop=c, state=d, ids=e) for a, b, c, d, e in sent]
+        attempts = [
+            Attempt(task=task, turns=turns, stop=stop, state=state, ids=ids) for task, turns, stop, state, ids in sent
+        ]
         if at is not None:
             return _batch_reply(judge, attempts, StepNumber(*at))
         args, kwargs = judge.arguments(attempts[0])

@@ -103,7 +103,7 @@ class _PoolState:
     def close(self) -> None:
         """Answer waiting requests with a failure and kill the workers."""
         if not self.threads.close():
-            return
+            return  # this is a forked child, and the workers are its parent's
         with self.lock:
             running = list(self.workers)
         # Outside of the lock, which a thread needs to forget its worker. The thread that waits for a worker gets a
@@ -272,6 +272,7 @@ def _answer_of_reply(reply: dict[str, Any]) -> WorkerAnswer:
         # The process runs foreign code: a wrong form is the verifier's fault and raises nothing here.
         verdicts = [_verdict(part) for part in reply.get("several", [reply])]
         logged = {str(name): Gauge(float(total), float(n)) for name, (total, n) in reply.get("logged", {}).items()}
+        # `verdicts[0]` raises for an empty list, which is no answer.
         return WorkerAnswer((verdicts[0], *verdicts[1:]), logged)
     except Exception as error:
         return _failed_answer("worker", f"the worker's reply is no verdict ({type(error).__name__}: {error})")

@@ -287,7 +287,7 @@ def packed(request: Any) -> bytes:
 def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of a worker: what a program needs to start, the import path, one thread per numeric library."""
     inherited = {k: v for k, v in environment.items() if k in PASSED or k.startswith("LC_")}
-    path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+    path = os.pathsep.join(p or os.getcwd() for p in sys.path)  # an empty entry is the current folder
     fixed = dict.fromkeys(("PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     return {**inherited, "PYTHONPATH": path, **fixed}
 

@@ -42,6 +42,7 @@ const Pictures = (() => {
     return out;
   }
 
+  // The ends of an axis: as given, else those of the values, with 0 among them if `zero`. They always differ.
   function range(values, low, high, zero) {
     const known = values.filter((v) => v !== null && v !== undefined);
     let a = low ?? Math.min(...known, zero ? 0 : Infinity), b = high ?? Math.max(...known, zero ? 0 : -Infinity);
@@ -192,6 +193,7 @@ const Pictures = (() => {
 
   function tree(p, width) {
     const nodes = [], height = { used: 0 };
+    // A leaf takes the next row, 30 pixels high. A node stands in the middle between its first and its last child.
     (function place([words, tone, value, below], depth) {
       const own = { words, tone, value, depth, y: 0, from: [] };
       nodes.push(own);
