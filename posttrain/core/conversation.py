@@ -62,7 +62,7 @@ class PairRenderer(Protocol):
     Args of its methods:
         task: the name of the row, for messages about it.
         tools: the tools that the chat template describes in the prompt.
-        arguments: whether the arguments of tool calls are learned. If not, they have weight 0, the rest of a turn not.
+        arguments: whether the arguments of tool calls are learned. If not, they alone of a turn have weight 0.
         behind: ids of the prompt. Where the chat template opened a thought at its end, the text goes on behind it.
     """
 

@@ -166,11 +166,12 @@ class Learner(Examiner, Protocol):
         ...
 
     def packed_score(self, packed: Packed) -> np.ndarray:
-        """float32 [M]: as `score`, but always by the learner's own forward pass (see `price`)."""
+        """float32 [M]: as `score`, but always by the learner's own forward pass."""
         ...
 
     def price(self, packed: Packed) -> float | None:
-        """Time of the sampler's forward pass over that of the learner's own, where log-probs are the sampler's."""
+        """With `exact=true`: seconds of `score`, which is then the sampler's pass, divided by those of `packed_score`.
+        None without it."""
         ...
 
     def train_mode(self, on: bool) -> None:

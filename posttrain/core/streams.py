@@ -296,7 +296,7 @@ def _implicit(s: Scoring) -> tuple[np.ndarray]:
 
 def _teacher(s: Scoring) -> tuple[np.ndarray, np.ndarray]:
     """The teacher's most probable tokens at each spoken position, and their log-probs."""
-    assert s.algorithm.distill is not None
+    assert s.algorithm.distill is not None  # as the condition in `SCORED` says
     top = s.reference.top(s.read, s.algorithm.distill.top)
     return top.ids, top.logp
 
