@@ -81,7 +81,7 @@ def credit_step(
         else whitened(
             a.whiten,
             raw,
-            [_source(s) for s in samples_in_order],
+            [_task_source(s) for s in samples_in_order],
             [_credit_noise(a, s, x) for s, x in zip(samples_in_order, raw, strict=True)],
         )
     )
@@ -137,8 +137,8 @@ def _samples(a: Algorithm, group: ScoredGroup, max_tokens: int) -> list[Sample]:
     return [Sample(s, float(r), float(t), penalty(a, s), paid_T, why) for s, r, t, paid_T, why in rows]
 
 
-def _source(s: Sample) -> str:
-    """Source of the sample's task, for whitening per source: the task's column `source`."""
+def _task_source(s: Sample) -> str:
+    """The task's column `source`, for whitening and moving baselines by source. Reward sources are something else."""
     return str(s.scored.episode.task.info.get("source", ""))
 
 
@@ -173,11 +173,11 @@ def _by_samples(
     go"). The scale is computed from whole rewards. It divides all of the credit, also the KL to go and the rewards of
     turns.
     """
-    # First one number a sample: reward less baseline. Then it is spread over the tokens. Only that needs T.
+    # First one number a sample: reward less baseline. Then it is spread over the tokens [T].
     if a.rewards == "each":
         # Each source has a baseline and a scale of its own. No KL is subtracted here: one in the reward belongs to no
         # source, so `ladder.algorithm` refuses it with rewards=each, and one of single tokens comes after whitening.
-        centred_P = [_each_source(a, [s.scored for s in samples]) for samples in samples_P]
+        centred_P = [_by_reward_source(a, [s.scored for s in samples]) for samples in samples_P]
         silent_P, divisors, moving = [not np.any(c) for c in centred_P], [1.0] * len(samples_P), dict(emas)
     else:
         centred_P, silent_P, divisors, moving = _whole_rewards(a, samples_P, groups, emas)
@@ -202,7 +202,7 @@ def _whole_rewards(
         # With a KL to go each token pays its part (`_over_tokens`). So the sample does not pay it here as well.
         uncharged = np.array([s.shaped for s in samples]) if a.baseline.to_go else r
         # All siblings have one task, and so one source.
-        source = _source(samples[0]) if samples and a.baseline.each_source else ALL
+        source = _task_source(samples[0]) if samples and a.baseline.each_source else ALL
         # A silent group keeps zeros. A moving baseline is never silent,
         # since it compares no siblings, so it sees every reward.
         centred_G, after = np.zeros_like(r), moving.get(source, 0.0)
@@ -235,7 +235,7 @@ def _centred(a: Algorithm, r: Array, lengths: Array, group: ScoredGroup, ema: fl
     return centred(a.baseline, Siblings(r, lengths, greedy_reward, ema, group.group.again, group.episodes))
 
 
-def _each_source(a: Algorithm, scored: Sequence[Scored]) -> Array:
+def _by_reward_source(a: Algorithm, scored: Sequence[Scored]) -> Array:
     """GDPO (A31): each source's rewards are centred and scaled over the siblings on which it did not abstain, then
     summed with the sources' weights [G]."""
     total = np.zeros(len(scored))

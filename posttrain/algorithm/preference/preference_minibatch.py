@@ -139,12 +139,13 @@ class PreferenceContext:
 
 
 def _likelihood(w: PreferenceContext) -> np.ndarray:
+    """float64 [M]: each token's share of the weight of its side, 1 chosen or 2 gold; 0 on other sides."""
     side_M, weight_M = w.batch[SIDE], w.batch[WEIGHT]
     out = np.zeros(w.batch.spoken)
     # Chosen and gold tokens are normalised apart, so each likelihood is a mean over its own tokens.
     for wanted in (1, 2):
-        on = weight_M * (side_M == wanted)
-        out += on / on.sum() if on.sum() > 0 else 0
+        of_side_M = weight_M * (side_M == wanted)
+        out += of_side_M / of_side_M.sum() if of_side_M.sum() > 0 else 0
     return out
 
 
@@ -272,17 +273,17 @@ def mismatched(segments: Sequence[Segment], longest: int) -> list[Segment]:
     cuts = [int(np.argmax(s.mask)) for s in segments]
     prompts = [s.ids[:cut].tobytes() for s, cut in zip(segments, cuts, strict=True)]
     out: list[Segment] = []
-    for i, (own, cut) in enumerate(zip(segments, cuts, strict=True)):
+    for i, (segment, cut) in enumerate(zip(segments, cuts, strict=True)):
         # Backwards around the circle: a negative j counts from the end, as Python indexes.
         j = next((j % len(segments) for j in range(i - 1, i - len(segments), -1) if prompts[j] != prompts[i]), None)
         if j is None or cut + len(segments[j].ids) - cuts[j] > longest:
             continue
         other = segments[j]
-        ids = np.concatenate([own.ids[:cut], other.ids[cuts[j] :]])
+        ids = np.concatenate([segment.ids[:cut], other.ids[cuts[j] :]])
         mask = np.concatenate([np.zeros(cut, np.bool_), other.mask[cuts[j] :]])
         # Nobody sampled this sequence: its tokens are marked as shown, and are only scored.
         logp = np.where(mask, 0.0, np.nan).astype(np.float32)
-        out.append(Segment(ids, mask, logp, np.where(mask, SHOWN, -1).astype(np.int32), own.sampling))
+        out.append(Segment(ids, mask, logp, np.where(mask, SHOWN, -1).astype(np.int32), segment.sampling))
     if not out:
         raise DataError(
             "no completion of the minibatch can be read under the prompt of another row, because all rows have one"

@@ -60,6 +60,7 @@ class RankingLoss:
     alpha: float = 0.01
     """The language head's share of the loss."""
     beta: float = 0.1
+    """Factor of the log-probs in that loss."""
 
     def reads(self, micro: Batch) -> Reads:
         return Reads(rewards=True, logp=self.regularise != "none")
