@@ -267,12 +267,12 @@ def _fields(declared: Any, current: Any, node: Node, path: str, **changes: Any) 
         if name not in known:
             alternatives = dataclass_json.pieces(declared).items()
             alternatives_with_it = [tag.lower() for tag, kind in alternatives if name in dataclass_json.hints(kind)]
-            hint = our_name(name) or nearest(name, known)
+            advice = our_name(name) or nearest(name, known)
             if issubclass(cls, Env) and name.endswith("_column"):
-                hint = f"columns of your rows are renamed by {dot}args.{name}"
+                advice = f"columns of your rows are renamed by {dot}args.{name}"
             if alternatives_with_it:
-                hint = f"{path}={alternatives_with_it[0]} has it: set that too, or leave this out"
-            raise ConfigError(f"{dot}{name}: {cls.__name__} has no such setting; {hint}")
+                advice = f"{path}={alternatives_with_it[0]} has it: set that too, or leave this out"
+            raise ConfigError(f"{dot}{name}: {cls.__name__} has no such setting; {advice}")
         changes[name] = _rebuild(known[name], getattr(current, name), part, f"{dot}{name}")
     return replace(current, **changes)
 
