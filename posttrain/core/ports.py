@@ -152,8 +152,8 @@ class Learner(Examiner, Protocol):
     def shards(self) -> Iterable[Shard]:
         """The policy's weights in this process, under the names of the Hugging Face module. Tied weights come once.
 
-        A learner on several ranks gives only this rank's parts, any other one whole shard per weight; beneath an
-        adapter its tensors are enough. `fingerprint` is that of the whole tensors, however they are cut.
+        A learner on several ranks gives only this rank's parts, any other learner one whole shard per weight. With an
+        adapter, the adapter's tensors are enough. `fingerprint` is that of the whole tensors, however they are cut.
         """
         ...
 

@@ -73,6 +73,7 @@ def credit_step(
         returns = [x_T for of_group in credits_P for x_T in of_group.returns or [None] * len(of_group.credit)]
     else:
         raw, silent_P, moving = _by_samples(a, samples_P, groups, {**emas, ALL: ema})
+        # `moving` is read after ALL was taken out of it: what stays are the sources.
         ema, emas = moving.pop(ALL), moving
     samples_in_order = [s for samples in samples_P for s in samples]
     final = (
@@ -87,7 +88,8 @@ def credit_step(
     )
     if a.charges_tokens:
         final = [x - s.penalty_T for x, s in zip(final, samples_in_order, strict=True)]
-    # The discount of replayed groups would change the mean and deviation by which fresh groups are whitened.
+    # The discount of replayed groups would change the mean and deviation by which fresh groups are whitened. So it
+    # comes last.
     discounts = (g.group.discount for g, samples in zip(groups, samples_P, strict=True) for _ in samples)
     final = [x if d == 1 else x * d for x, d in zip(final, discounts, strict=True)]
     # Flat lists in the order of group and sibling: `_episode_credit` takes them back in this order.
@@ -320,6 +322,7 @@ def _scales(
 def _episode_credit(s: Sample, advantage_T: Array, return_T: Array | None) -> EpisodeCredit:
     """The per-token arrays cut back into the episode's segments."""
     # Each cut ends a segment, so nothing is behind the last one; an episode without segments has no part.
+    # Only `return_T` may be None.
     cuts = np.cumsum([segment.spoken for segment in s.scored.episode.segments])
     parts, targets = (None if x is None else tuple(np.split(x, cuts)[:-1]) for x in (advantage_T, return_T))
     return EpisodeCredit(s.scored, s.shaped, parts or (), targets, s.dropped)

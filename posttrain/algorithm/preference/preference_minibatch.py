@@ -55,7 +55,7 @@ def unit_of_each(batch: Batch) -> np.ndarray:
 
 
 def layout(batch: Batch) -> CompletionLayout:
-    """Raises InvariantError where a completion has no spoken token."""
+    """The layout of a batch's completions; InvariantError where one has no spoken token."""
     length_E = np.bincount(batch.sequence_M, minlength=batch.episodes)
     if batch.episodes and not length_E.all():
         raise InvariantError(
