@@ -216,14 +216,15 @@ def _whole_rewards(
     return centred_P, silent_P, _scales(a, rewards_P, noise_P, samples_P), moving
 
 
-def _over_tokens(a: Algorithm, s: Sample, centred: float, divisor: float) -> Array:
-    """Credit [T] of a sample from its reward minus baseline: less what a token does not answer for, and divided."""
-    x_T = np.full(s.spoken, centred)
+def _over_tokens(a: Algorithm, s: Sample, difference: float, divisor: float) -> Array:
+    """Credit [T] of a sample from its reward minus baseline (`difference`), less what a token does not answer for, and
+    divided by `divisor`."""
+    x_T = np.full(s.spoken, difference)
     if a.baseline.to_go and a.charges_answers:
         # Reversed cumulative sum: token t pays sum_{k >= t} coef * KL_k.
         x_T = x_T - np.cumsum(s.penalty_T[::-1])[::-1]
     if a.baseline.earns_to_go:
-        # `centred` holds the rewards of all turns. What was paid before token t is not
+        # `difference` holds the rewards of all turns. What was paid before token t is not
         # owed to it; its own turn's reward, at the end of the turn, stays.
         x_T = x_T - (np.cumsum(s.paid_T) - s.paid_T)
     # No epsilon: where there is no scale, there was no spread, and 0 is exact.

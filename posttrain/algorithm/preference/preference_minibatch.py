@@ -164,10 +164,10 @@ def _match(w: PreferenceContext) -> np.ndarray:
     if a.match == "margins":
         start_E, reference_E = (scores_of(a, batch, batch[s]) for s in (START, REFERENCE))
         # rows=pair: chosen at the even places, rejected at the odd ones (`sides_of`).
-        own_U, reference_U = start_E[::2] - start_E[1::2], reference_E[::2] - reference_E[1::2]
+        policy_U, reference_U = start_E[::2] - start_E[1::2], reference_E[::2] - reference_E[1::2]
         # sort(x)[rank(y)]: for each y the x of the same rank. The order is
         # that before the optimizer step, so it is a constant of the loss.
-        matched_U = np.sort(reference_U)[_ranks(own_U)]
+        matched_U = np.sort(reference_U)[_ranks(policy_U)]
         return w.spread(np.repeat(matched_U, 2))
     h_E = scores_of(a, batch, w.log_ratio_M)
     c, r = h_E[::2], h_E[1::2]
@@ -224,7 +224,7 @@ def prepared(
         mismatched_E: log-ratios of policy to reference, summed over each completion of `mismatched`, where
             `a.reads_mismatched`.
     """
-    # The layout is checked first, and weights are normalised before the makers run, since they read WEIGHT.
+    # First the sides, whose order the makers rely on. Then the weights, since the makers read WEIGHT normalised.
     sides_of(a, batch)
     batch = batch.having({WEIGHT: _normalised(batch)})
     remembered = dict(running or {})

@@ -34,7 +34,7 @@ class Experience:
     """Groups of earlier steps that this one learns from again."""
     versions: tuple[int, ...] = ()
     """The versions that the step's tokens may have, oldest first: the learner's at the beginning of this step, and of
-    the steps before it that the stage allows samples to be late. Empty: `version` alone."""
+    as many steps before it as samples of the stage may be late. Empty: `version` alone."""
 
     @property
     def promised(self) -> tuple[int, ...]:
