@@ -28,7 +28,8 @@ def word(value: Any) -> str:
 
 
 def compact(value: Any) -> str:
-    """`word` without fields that are off (those at a default of none, 0 or false) and those that only these read."""
+    """`word` without the fields that are off (at a default of none, 0 or false), and without those that serve only an
+    off one, as `horizon` serves `target`."""
     if isinstance(value, tuple):
         return ",".join(compact(v) for v in cast("tuple[Any, ...]", value)) or "none"
     if not dataclasses.is_dataclass(value) or isinstance(value, type | AnyAlgorithm):

@@ -88,6 +88,7 @@ def _offered(base: type[Any], name: str, fields: tuple[str, ...]) -> type[Any]:
         stand_in = _stand_in(base, name, fields)
         stand_in.offer()
         return stand_in
+    # TypeError: a field is no identifier. ValueError: the name of the class has a NUL or is no UTF-8.
     except (ConfigError, TypeError, ValueError) as error:
         raise RunFolderError(f"the piece {name!r:.80} is damaged: {error}") from error
 
