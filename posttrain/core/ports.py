@@ -170,7 +170,7 @@ class Learner(Examiner, Protocol):
         ...
 
     def price(self, packed: Packed) -> float | None:
-        """With `exact=true`: seconds of `score`, which is then the sampler's pass, divided by those of `packed_score`.
+        """Seconds of `score` divided by those of `packed_score`, with `exact=true`, where `score` is the sampler's pass.
         None without it."""
         ...
 
