@@ -58,8 +58,8 @@ def patches(a: AnyAlgorithm) -> list[str]:
         if old == new:
             continue
         # Same kind of piece, other numbers: only the changed numbers (`clip.high=0.28`). Another kind: the whole piece.
-        inside = list(dataclasses.fields(new)) if dataclasses.is_dataclass(new) and type(old) is type(new) else []
-        changed = [x.name for x in inside if getattr(old, x.name) != getattr(new, x.name)]
+        numbers = list(dataclasses.fields(new)) if dataclasses.is_dataclass(new) and type(old) is type(new) else []
+        changed = [x.name for x in numbers if getattr(old, x.name) != getattr(new, x.name)]
         if changed:
             out += [f"{f}.{name}={compact(getattr(new, name))}" for name in changed]
         else:
