@@ -170,8 +170,8 @@ class Learner(Examiner, Protocol):
         ...
 
     def price(self, packed: Packed) -> float | None:
-        """Seconds of `score` divided by those of `packed_score`, with `exact=true`, where `score` is the sampler's pass.
-        None without it."""
+        """Seconds of `score` divided by those of `packed_score`, with `exact=true`, where `score` is the
+        sampler's pass. None without it."""
         ...
 
     def train_mode(self, on: bool) -> None:
