@@ -150,7 +150,7 @@ class Reward:
         _check_resolution(f"reward {self.function!r}", self.resolution)
 
     def _refusals(self) -> Iterator[str]:
-        """Yields what means nothing in these settings, behind the name of the reward."""
+        """Yields what means nothing in these settings. Each text goes on after the reward's name in the message."""
         is_policy = self.function.startswith(JUDGE) and not self.judge_url
         if is_policy and not self.judge_run:
             yield ": name the run folder of a judge: judge:PATH"

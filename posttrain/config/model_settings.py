@@ -83,7 +83,8 @@ def check_frozen(lora: Lora | None, quantize: str | None) -> None:
 
 
 DEVICE = re.compile(r"cpu|(cuda|mps|xpu)(:\d{1,3})?")
-"""Pattern of a device as torch names it. The processor has one name, by which it is told from accelerators."""
+"""Pattern of a device as torch names it. mps is for a torch that has float64 there. The processor has one name, by
+which it is told from accelerators."""
 
 
 def check_device(device: str, offload_activations: bool, offload_optimizer: bool) -> None:

@@ -267,12 +267,12 @@ def _fields(declared: Any, current: Any, node: Node, path: str, **changes: Any) 
         if name not in known:
             alternatives = dataclass_json.pieces(declared).items()
             alternatives_with_it = [tag.lower() for tag, kind in alternatives if name in dataclass_json.hints(kind)]
-            hint = our_name(name) or nearest(name, known)
+            advice = our_name(name) or nearest(name, known)
             if issubclass(cls, Env) and name.endswith("_column"):
-                hint = f"columns of your rows are renamed by {dot}args.{name}"
+                advice = f"columns of your rows are renamed by {dot}args.{name}"
             if alternatives_with_it:
-                hint = f"{path}={alternatives_with_it[0]} has it: set that too, or leave this out"
-            raise ConfigError(f"{dot}{name}: {cls.__name__} has no such setting; {hint}")
+                advice = f"{path}={alternatives_with_it[0]} has it: set that too, or leave this out"
+            raise ConfigError(f"{dot}{name}: {cls.__name__} has no such setting; {advice}")
         changes[name] = _rebuild(known[name], getattr(current, name), part, f"{dot}{name}")
     return replace(current, **changes)
 
@@ -344,12 +344,12 @@ def _surface(cls: type, path: str) -> Iterator[tuple[str, str]]:
             yield from _surface(Optimizer, here)
             continue
         # A group has a line of its own where a single word sets (`SHORT`) or chooses it.
-        short = any(m in SHORT for m in dataclass_json.members(declared))
+        set_by_word = any(m in SHORT for m in dataclass_json.members(declared))
         item = dataclass_json.tuple_item(declared)
         pieces = dataclass_json.pieces(declared if item is None else item)
-        if short or not pieces or item is not None or dataclass_json.is_union(declared):
+        if set_by_word or not pieces or item is not None or dataclass_json.is_union(declared):
             text = "text, or none" if type(None) in dataclass_json.members(declared) else "text"
-            yield here, text if short else dataclass_json.describe(declared)
+            yield here, text if set_by_word else dataclass_json.describe(declared)
         if dataclass_json.mapping_item(declared) is not None:
             yield f"{here}.NAME", dataclass_json.describe(dataclass_json.mapping_item(declared))
         for piece, sub in pieces.items():

@@ -47,6 +47,7 @@ class RankOptions:
     def __post_init__(self) -> None:
         if self.nproc is not None and self.nproc < 1:
             raise ConfigError(f"--nproc {self.nproc}: must be >= 1")
+        # Not inf, of which no `timedelta` can be made.
         if not 0 < self.seconds <= TIMEOUT_MAX:
             raise ConfigError(f"--rank-timeout {self.seconds:g}: must be > 0, and not more than {TIMEOUT_MAX:g}")
         if self.replicas < 1 or (self.world or 1) % self.replicas:
@@ -91,12 +92,12 @@ def check_ranks(run: Run, options: RankOptions) -> None:
     """ConfigError for what a run over ranks cannot do yet, with what to change."""
     if options.world is None:
         return
-    of_whole_passes = () if options.parallel == "rows" else _whole_passes(run, options.parallel, options.world)
-    for refusal in (*_refusals(run), *of_whole_passes):
+    of_whole_passes = () if options.parallel == "rows" else _pass_refusals(run, options.parallel, options.world)
+    for refusal in (*_run_refusals(run), *of_whole_passes):
         raise ConfigError(f"over ranks (--nproc, torchrun): {refusal}")
 
 
-def _refusals(run: Run) -> Iterator[str]:
+def _run_refusals(run: Run) -> Iterator[str]:
     """Yields a message about each thing that no run over ranks can do yet."""
     model = run.model
     if model.device != "cpu":
@@ -114,10 +115,10 @@ def _refusals(run: Run) -> Iterator[str]:
     if run.exact:
         yield "exact=true computes log-probs with a whole model, which no rank has. Set exact=false"
     for stage in run.stages:
-        yield from _of_stage(stage)
+        yield from _stage_refusals(stage)
 
 
-def _whole_passes(run: Run, parallel: Parallel, world: int) -> Iterator[str]:
+def _pass_refusals(run: Run, parallel: Parallel, world: int) -> Iterator[str]:
     """Yields a message about each thing that ranks cannot do where each of them computes every token. A model at
     a path is checked when it is loaded."""
     model, option = run.model, f"--parallel {parallel}"
@@ -134,7 +135,7 @@ def _whole_passes(run: Run, parallel: Parallel, world: int) -> Iterator[str]:
             yield f"{option}: {world} ranks cannot share model.{name}={count} evenly: give a divisor of it"
 
 
-def _of_stage(stage: Stage) -> Iterator[str]:
+def _stage_refusals(stage: Stage) -> Iterator[str]:
     """Yields a message about each thing of one stage that is not built for ranks."""
     if not isinstance(stage, STAGES):
         yield (

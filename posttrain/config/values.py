@@ -100,6 +100,7 @@ def _piece(pieces: dict[str, type], declared: Any, word: str, path: str) -> Any:
         required = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
         if len(required) == 1:
             return cls(**{required[0]: read(dataclass_json.hints(cls)[required[0]], word, path)})
+    # `group_mean` stands for `groupmean` too.
     short = word.lower().replace("_", "")
     if short not in names:
         valid = ["none", *names] if type(None) in dataclass_json.members(declared) else names

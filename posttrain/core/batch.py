@@ -151,9 +151,9 @@ class Packed:
     def heard(self) -> Packed:
         """The same tokens, with the heard tokens in the place of the spoken ones.
 
-        Heard tokens are those that the policy was told after it had said something: in each segment, every token after
-        the first spoken one that is not spoken itself. They are scored in the model's own distribution, at temperature
-        1, because nobody sampled them.
+        Heard tokens (axis H) are those that the policy was told after it had said something: in each segment, every
+        token after the first spoken one that is not spoken itself. They are scored in the model's own distribution,
+        at temperature 1, because nobody sampled them.
         """
         # at_M: packed positions of the spoken tokens themselves. Their minimum
         # in each segment is the place where the policy first spoke.

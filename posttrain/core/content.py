@@ -45,6 +45,7 @@ class ContentPart:
 
     def plain(self) -> dict[str, str]:
         """As a dict for chat templates and JSON. Empty fields are left out, but a text part always has `text`."""
+        # Only the field `text` can be called like a part's type.
         return {name: value for name, value in asdict(self).items() if value or name == self.type}
 
 
@@ -152,6 +153,7 @@ def prompt_words(prompt: str | Sequence[Mapping[str, Any]], most: int = 80) -> s
 
 def _message(message: Mapping[str, Any]) -> str:
     """One message as a line: its role, its text, and its tool calls."""
+    # A call stands inside `function`, as OpenAI writes it, or alone.
     calls = [c.get("function", c) for c in message.get("tool_calls") or ()]
     called = [f"[calls {c.get('name')} {c.get('arguments')}]" for c in calls]
     return f"{message.get('role')}: {' '.join(x for x in (shown(message.get('content') or ''), *called) if x)}"

@@ -46,7 +46,7 @@ class LearnedConversation:
         return replace(self, weights=tuple(w if i in at else 0.0 for i, w in enumerate(self.weights)))
 
     def after(self, prompt: str | Sequence[Message]) -> bool:
-        """Returns whether it is `prompt` with one message of weight 1 behind it, of which nothing else is learned.
+        """Returns whether it is `prompt` and one more message, which has weight 1 and is all that is learned.
 
         Such a conversation can also be written in the simpler form, as a pair of prompt and completion.
         """
@@ -62,7 +62,7 @@ class PairRenderer(Protocol):
     Args of its methods:
         task: the name of the row, for messages about it.
         tools: the tools that the chat template describes in the prompt.
-        arguments: whether the arguments of tool calls are learned. If not, they have weight 0, the rest of a turn not.
+        arguments: whether the arguments of tool calls are learned. If not, they alone of a turn have weight 0.
         behind: ids of the prompt. Where the chat template opened a thought at its end, the text goes on behind it.
     """
 

@@ -152,8 +152,8 @@ class Learner(Examiner, Protocol):
     def shards(self) -> Iterable[Shard]:
         """The policy's weights in this process, under the names of the Hugging Face module. Tied weights come once.
 
-        A learner on several ranks gives only this rank's parts, any other one whole shard per weight; beneath an
-        adapter its tensors are enough. `fingerprint` is that of the whole tensors, however they are cut.
+        A learner on several ranks gives only this rank's parts, any other learner one whole shard per weight. With an
+        adapter, the adapter's tensors are enough. `fingerprint` is that of the whole tensors, however they are cut.
         """
         ...
 
@@ -166,11 +166,12 @@ class Learner(Examiner, Protocol):
         ...
 
     def packed_score(self, packed: Packed) -> np.ndarray:
-        """float32 [M]: as `score`, but always by the learner's own forward pass (see `price`)."""
+        """float32 [M]: as `score`, but always by the learner's own forward pass."""
         ...
 
     def price(self, packed: Packed) -> float | None:
-        """Time of the sampler's forward pass over that of the learner's own, where log-probs are the sampler's."""
+        """Seconds of `score` divided by those of `packed_score`, with `exact=true`, where `score` is the
+        sampler's pass. None without it."""
         ...
 
     def train_mode(self, on: bool) -> None:

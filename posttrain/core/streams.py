@@ -279,8 +279,8 @@ TOP_LOGP = Stream(
 
 def _start_is_scored(s: Scoring) -> bool:
     """Returns whether the log-probs at the start of the step are scored."""
-    # They are those of the first optimizer step's own forward pass. So a step with one scores them only where credit,
-    # or the choice of tokens, needs them before that pass. From the second step on the policy is another one.
+    # The forward pass of the first optimizer step gives them too. So a step with one scores them only where credit, or
+    # the choice of tokens, needs them before that pass. From the second step on the policy is another one.
     return s.algorithm.start_before_loss or ("start" in s.algorithm.reads and s.optimizer_steps > 1)
 
 
@@ -296,7 +296,7 @@ def _implicit(s: Scoring) -> tuple[np.ndarray]:
 
 def _teacher(s: Scoring) -> tuple[np.ndarray, np.ndarray]:
     """The teacher's most probable tokens at each spoken position, and their log-probs."""
-    assert s.algorithm.distill is not None
+    assert s.algorithm.distill is not None  # as the condition in `SCORED` says
     top = s.reference.top(s.read, s.algorithm.distill.top)
     return top.ids, top.logp
 

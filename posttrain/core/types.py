@@ -149,7 +149,7 @@ class SampledTurn:
     kept: TruncationSets | None = None
     top: Top | None = None
     routed: np.ndarray | None = None
-    """int16 [P + n - 1, R, K]: the experts of each token that was computed, those of the prompt first
+    """int16 [tokens of the prompt + n - 1, R, K]: the experts of each computed token, those of the prompt first
     (`core.exchange.expert_choices`). Given by engines that record them, for a mixture of experts."""
 
     def __post_init__(self) -> None:

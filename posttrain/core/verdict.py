@@ -11,7 +11,7 @@ from posttrain.core.measure.equal_numbers import RESOLUTION
 from posttrain.system.errors import InvariantError
 
 SOLVED = 1.0 - 1e-9
-"""A raw outcome of at least this counts as solved."""
+"""A raw outcome of at least this counts as solved. 1e-9 is left to the rounding of a sum of rewards."""
 
 
 class State(StrEnum):

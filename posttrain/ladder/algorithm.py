@@ -4,6 +4,8 @@
     push = trust_region(logp, anchor, A, sequence)               factor of a token's policy gradient; not differentiated
     loss = sum_t weight_t * ( -sg[c_t * push_t] * A_t * logp_t + pull_t )
 
+c is the product of the corrections, 1 without one; sg[x] is x, not differentiated.
+
 Every field is one choice, and no choice is spread over two. A piece with numbers is a type (`posttrain.ladder.pieces`)
 that says what it reads, costs and refuses. A field is declared by the base class of its choice, so a new piece changes
 nothing here. `Algorithm` refuses combinations that mean nothing, `patch` a change that changes nothing.

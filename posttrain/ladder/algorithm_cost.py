@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from posttrain.ladder.algorithm import Algorithm
 
 ANCHOR = {"behaviour": "sampler", "start": "start", "proximal": "proximal"}
+"""The word of each anchor in tables."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ def reads(a: Algorithm) -> tuple[str, ...]:
         ("entropy", "entropy" in a.reads or a.entropy is not None),
         ("energies", "energy" in a.reads),
         ("implicit process rewards", "implicit" in a.reads),
+        # With rewards=none the reference of a KL is the teacher.
         ("teacher", "teacher" in a.reads or a.rewards == "none"),
         *((p.uses(), True) for p in a.pieces if p.uses()),
         ("each reward source", a.rewards == "each"),

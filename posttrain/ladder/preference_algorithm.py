@@ -208,6 +208,7 @@ def _meaningless(a: PreferenceAlgorithm) -> Iterator[str]:
 
 
 def _meaningless_match(a: PreferenceAlgorithm) -> Iterator[str]:
+    """The reasons that concern `match`."""
     if a.rows != "pair" or a.link.of != "difference":
         yield f"match={a.match} sorts what a link of differences reads. Set rows=pair, link=logsigmoid, or match=none"
     if a.against == "nothing":

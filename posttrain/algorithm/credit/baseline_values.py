@@ -229,16 +229,17 @@ def _(b: StepMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
         rewards, noise = compared_rewards(a, samples)
         steps = [[(s.spoken, r)] for s, r in zip(samples, rewards.tolist(), strict=True)]
     else:
-        noise = rounding([abs(v) for each in steps for _, v in each], max(s.resolution for s in samples))
-    values = np.array([v for each in steps for _, v in each], np.float64)
+        noise = rounding([abs(v) for of_sample in steps for _, v in of_sample], max(s.resolution for s in samples))
+    values = np.array([v for of_sample in steps for _, v in of_sample], np.float64)
     # All steps of all siblings lie in one flat array, since one mean and
     # one deviation compares them. They are handed back in the same order.
     credits = iter(compared(values, noise, scaled=a.scale == "group_std").tolist())
     raw: list[Array] = []
-    for s, each in zip(samples, steps, strict=True):
+    for s, of_sample in zip(samples, steps, strict=True):
         ends_T = np.zeros(s.spoken)
-        # `each` stands first in zip: when it ends, no number of the shared iterator has been taken for it.
-        for (end, _), x in zip(each, credits, strict=False):
+        # `of_sample` stands first in zip: when it ends, no number of the shared iterator has been taken for it.
+        for (end, _), x in zip(of_sample, credits, strict=False):
+            # A step whose end is no token of the answer counts in the mean, and pays no token.
             if 0 < end <= s.spoken:
                 ends_T[end - 1] += x
         # Sum to go: a token answers for the steps that end at it or
@@ -311,7 +312,7 @@ def _(b: ImplicitOthers, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit
 @by_token.register(AnchorMean)
 def _(b: TurnMean | AnchorMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
     (rewards, noise), scaled = compared_rewards(a, samples), a.scale == "group_std"
-    them = ([s.scored.episode for s in samples], rewards, noise)
-    credit = by_turn(b, *them, scaled=scaled) if isinstance(b, TurnMean) else by_state(b, *them, scaled=scaled)
+    inputs = ([s.scored.episode for s in samples], rewards, noise)
+    credit = by_turn(b, *inputs, scaled=scaled) if isinstance(b, TurnMean) else by_state(b, *inputs, scaled=scaled)
     # Whether the group is silent is read from the credit: turns may differ where the outcomes do not.
     return TokenCredit(credit, not any(np.any(x) for x in credit))

@@ -30,7 +30,7 @@ def process_rewards(beta: float, samples: Sequence[Sample]) -> list[Array]:
     # A mean of means: every answer counts once among the others, however long it is.
     means = [math.fsum(r_T) / len(r_T) if len(r_T) else 0.0 for r_T in rewards]
     total = math.fsum(means)
-    return [r_T - (total - own) / (len(samples) - 1) for r_T, own in zip(rewards, means, strict=True)]
+    return [r_T - (total - own_mean) / (len(samples) - 1) for r_T, own_mean in zip(rewards, means, strict=True)]
 
 
 def to_go(x_T: Array) -> Array:
@@ -52,18 +52,20 @@ class OutcomeLoss:
 
     def terms(self, micro: Batch, scores: TokenScores) -> Terms:
         logp_M: Tensor = scores.logp
-        held = streams(micro, logp_M.device, logp_M.dtype)
+        batch_streams = streams(micro, logp_M.device, logp_M.dtype)
         # Log-odds z of each answer [E]: its tokens' terms added up, over all of its segments. Only phi has a gradient.
-        odds_E = self.beta * logp_M.new_zeros(held.episodes).index_add(0, held.sequence_M, logp_M - held[REFERENCE])
+        log_odds_E = self.beta * logp_M.new_zeros(batch_streams.episodes).index_add(
+            0, batch_streams.sequence_M, logp_M - batch_streams[REFERENCE]
+        )
         # Both are the same on all tokens of an answer, so its first token is read. `sequence_M` ascends.
         first_E = torch.as_tensor(np.searchsorted(micro.sequence_M, np.arange(micro.episodes)), device=logp_M.device)
-        outcome_E, weight_E = held[OUTCOME][first_E], held[WEIGHT][first_E]
+        outcome_E, weight_E = batch_streams[OUTCOME][first_E], batch_streams[WEIGHT][first_E]
         # -y log sigmoid(z) - (1 - y) log(1 - sigmoid(z)) = log(1 + e^z) - y z:
         # finite for every z, and right for an outcome between 0 and 1 too.
         # -log sigmoid(-x), not softplus, which torch makes linear above 20: a sure answer would lose its slope.
-        each_E = -logsigmoid(-odds_E) - outcome_E * odds_E
-        agrees = ((odds_E > 0) == (outcome_E > 0.5)).sum()
-        return Terms((weight_E * each_E).sum(), {"implicit/agrees": Gauge(float(agrees), held.episodes)})
+        each_E = -logsigmoid(-log_odds_E) - outcome_E * log_odds_E
+        agrees = ((log_odds_E > 0) == (outcome_E > 0.5)).sum()
+        return Terms((weight_E * each_E).sum(), {"implicit/agrees": Gauge(float(agrees), batch_streams.episodes)})
 
     def gauges(self, batch: Batch, parts: Sequence[Terms]) -> Gauges:
         total = math.fsum(float(p.loss.detach()) for p in parts)

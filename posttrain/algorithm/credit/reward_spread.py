@@ -71,6 +71,7 @@ def whitened(
 
 
 def _whitened(whiten: Whiten, credit: Sequence[Array], noise: float) -> list[Array]:
+    """`whitened` of the episodes that are compared with each other."""
     # An episode without tokens has no credit to count, and 1 / len would fail.
     spoken = [x for x in credit if len(x)]
     if not spoken:

@@ -73,6 +73,7 @@ def credit_step(
         returns = [x_T for of_group in credits_P for x_T in of_group.returns or [None] * len(of_group.credit)]
     else:
         raw, silent_P, moving = _by_samples(a, samples_P, groups, {**emas, ALL: ema})
+        # `moving` is read after ALL was taken out of it: what stays are the sources.
         ema, emas = moving.pop(ALL), moving
     samples_in_order = [s for samples in samples_P for s in samples]
     final = (
@@ -81,13 +82,14 @@ def credit_step(
         else whitened(
             a.whiten,
             raw,
-            [_source(s) for s in samples_in_order],
+            [_task_source(s) for s in samples_in_order],
             [_credit_noise(a, s, x) for s, x in zip(samples_in_order, raw, strict=True)],
         )
     )
     if a.charges_tokens:
         final = [x - s.penalty_T for x, s in zip(final, samples_in_order, strict=True)]
-    # The discount of replayed groups would change the mean and deviation by which fresh groups are whitened.
+    # The discount of replayed groups would change the mean and deviation by which fresh groups are whitened. So it
+    # comes last.
     discounts = (g.group.discount for g, samples in zip(groups, samples_P, strict=True) for _ in samples)
     final = [x if d == 1 else x * d for x, d in zip(final, discounts, strict=True)]
     # Flat lists in the order of group and sibling: `_episode_credit` takes them back in this order.
@@ -137,8 +139,8 @@ def _samples(a: Algorithm, group: ScoredGroup, max_tokens: int) -> list[Sample]:
     return [Sample(s, float(r), float(t), penalty(a, s), paid_T, why) for s, r, t, paid_T, why in rows]
 
 
-def _source(s: Sample) -> str:
-    """Source of the sample's task, for whitening per source: the task's column `source`."""
+def _task_source(s: Sample) -> str:
+    """The task's column `source`, for whitening and moving baselines by source. Reward sources are something else."""
     return str(s.scored.episode.task.info.get("source", ""))
 
 
@@ -173,11 +175,11 @@ def _by_samples(
     go"). The scale is computed from whole rewards. It divides all of the credit, also the KL to go and the rewards of
     turns.
     """
-    # First one number a sample: reward less baseline. Then it is spread over the tokens. Only that needs T.
+    # First one number a sample: reward less baseline. Then it is spread over the tokens [T].
     if a.rewards == "each":
         # Each source has a baseline and a scale of its own. No KL is subtracted here: one in the reward belongs to no
         # source, so `ladder.algorithm` refuses it with rewards=each, and one of single tokens comes after whitening.
-        centred_P = [_each_source(a, [s.scored for s in samples]) for samples in samples_P]
+        centred_P = [_by_reward_source(a, [s.scored for s in samples]) for samples in samples_P]
         silent_P, divisors, moving = [not np.any(c) for c in centred_P], [1.0] * len(samples_P), dict(emas)
     else:
         centred_P, silent_P, divisors, moving = _whole_rewards(a, samples_P, groups, emas)
@@ -202,7 +204,7 @@ def _whole_rewards(
         # With a KL to go each token pays its part (`_over_tokens`). So the sample does not pay it here as well.
         uncharged = np.array([s.shaped for s in samples]) if a.baseline.to_go else r
         # All siblings have one task, and so one source.
-        source = _source(samples[0]) if samples and a.baseline.each_source else ALL
+        source = _task_source(samples[0]) if samples and a.baseline.each_source else ALL
         # A silent group keeps zeros. A moving baseline is never silent,
         # since it compares no siblings, so it sees every reward.
         centred_G, after = np.zeros_like(r), moving.get(source, 0.0)
@@ -214,14 +216,15 @@ def _whole_rewards(
     return centred_P, silent_P, _scales(a, rewards_P, noise_P, samples_P), moving
 
 
-def _over_tokens(a: Algorithm, s: Sample, centred: float, divisor: float) -> Array:
-    """Credit [T] of a sample from its reward minus baseline: less what a token does not answer for, and divided."""
-    x_T = np.full(s.spoken, centred)
+def _over_tokens(a: Algorithm, s: Sample, difference: float, divisor: float) -> Array:
+    """Credit [T] of a sample from its reward minus baseline (`difference`), less what a token does not answer for, and
+    divided by `divisor`."""
+    x_T = np.full(s.spoken, difference)
     if a.baseline.to_go and a.charges_answers:
         # Reversed cumulative sum: token t pays sum_{k >= t} coef * KL_k.
         x_T = x_T - np.cumsum(s.penalty_T[::-1])[::-1]
     if a.baseline.earns_to_go:
-        # `centred` holds the rewards of all turns. What was paid before token t is not
+        # `difference` holds the rewards of all turns. What was paid before token t is not
         # owed to it; its own turn's reward, at the end of the turn, stays.
         x_T = x_T - (np.cumsum(s.paid_T) - s.paid_T)
     # No epsilon: where there is no scale, there was no spread, and 0 is exact.
@@ -235,7 +238,7 @@ def _centred(a: Algorithm, r: Array, lengths: Array, group: ScoredGroup, ema: fl
     return centred(a.baseline, Siblings(r, lengths, greedy_reward, ema, group.group.again, group.episodes))
 
 
-def _each_source(a: Algorithm, scored: Sequence[Scored]) -> Array:
+def _by_reward_source(a: Algorithm, scored: Sequence[Scored]) -> Array:
     """GDPO (A31): each source's rewards are centred and scaled over the siblings on which it did not abstain, then
     summed with the sources' weights [G]."""
     total = np.zeros(len(scored))
@@ -320,6 +323,7 @@ def _scales(
 def _episode_credit(s: Sample, advantage_T: Array, return_T: Array | None) -> EpisodeCredit:
     """The per-token arrays cut back into the episode's segments."""
     # Each cut ends a segment, so nothing is behind the last one; an episode without segments has no part.
+    # Only `return_T` may be None.
     cuts = np.cumsum([segment.spoken for segment in s.scored.episode.segments])
     parts, targets = (None if x is None else tuple(np.split(x, cuts)[:-1]) for x in (advantage_T, return_T))
     return EpisodeCredit(s.scored, s.shaped, parts or (), targets, s.dropped)

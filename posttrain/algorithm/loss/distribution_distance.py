@@ -36,9 +36,9 @@ def distance(
                 "a top-k divergence compares the policy's log-probs of the candidates, and the forward pass was not"
                 " asked for them (candidates_MK)"
             )
-        inside = ids_MK == batch.target_M[:, None]
+        is_sampled_MK = ids_MK == batch.target_M[:, None]
         # The sampled token gets a column of its own, unless it is among the candidates: it would count twice.
-        own_column = ~inside.any(1, keepdim=True)
+        own_column = ~is_sampled_MK.any(1, keepdim=True)
         # Log-prob -inf is probability 0: the extra column then adds nothing, and the rest is not made smaller by it.
         p = torch.cat([batch[TOP_LOGP], p.masked_fill(~own_column, -torch.inf)], 1)
         q = torch.cat([candidates_MK, q.masked_fill(~own_column, -torch.inf)], 1)

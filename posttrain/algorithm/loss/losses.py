@@ -48,7 +48,7 @@ class PolicyLoss:
     def reads(self, micro: Batch) -> Reads:
         a = self.algorithm
         entropy, heard = a.entropy is not None, a.hears
-        # During the warm-up of values their gradient stops at the head:
+        # `head_only`, the fourth: during the warm-up of values their gradient stops at the head:
         # else it would change the layers below, and so the policy.
         return Reads(entropy, a.learns_values is not None, micro.find(TOP_IDS), self.warming, heard=heard)
 

@@ -194,7 +194,7 @@ def future(region: FutureKL, inputs: TrustInputs) -> Tensor:
 
     Log-ratios [.1, .2, -.1], half-life 32: sums [.199954, .102143, -.1], factors [1.2, 1.107542, .904837] (A29).
     """
-    # Else one token with a huge ratio would decide the factor of all tokens before it.
+    # `ignore`: else one token with a huge ratio would decide the factor of all tokens before it.
     counted_M = inputs.log_ratio_M.masked_fill(inputs.ratio_M > region.ignore, 0.0)
     factor_M = bounded_exp(inputs.batch.to_go(counted_M, 2 ** (-1 / region.half_life)))
     # A token that is punished and has become much more likely is not pushed harder than its ratio says.

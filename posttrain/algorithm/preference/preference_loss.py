@@ -72,6 +72,7 @@ class _Judged:
     a: PreferenceAlgorithm
     logp_M: Tensor
     held: Streams
+    """The streams of the micro-batch, beside its log-probs on their device."""
     side_E: np.ndarray
     first_E: Tensor
     """int64: the first token of each completion, where streams that are equal within a completion are read."""

@@ -55,7 +55,7 @@ def unit_of_each(batch: Batch) -> np.ndarray:
 
 
 def layout(batch: Batch) -> CompletionLayout:
-    """Raises InvariantError where a completion has no spoken token."""
+    """The layout of a batch's completions; InvariantError where one has no spoken token."""
     length_E = np.bincount(batch.sequence_M, minlength=batch.episodes)
     if batch.episodes and not length_E.all():
         raise InvariantError(
@@ -139,12 +139,13 @@ class PreferenceContext:
 
 
 def _likelihood(w: PreferenceContext) -> np.ndarray:
+    """float64 [M]: each token's share of the weight of its side, 1 chosen or 2 gold; 0 on other sides."""
     side_M, weight_M = w.batch[SIDE], w.batch[WEIGHT]
     out = np.zeros(w.batch.spoken)
     # Chosen and gold tokens are normalised apart, so each likelihood is a mean over its own tokens.
     for wanted in (1, 2):
-        on = weight_M * (side_M == wanted)
-        out += on / on.sum() if on.sum() > 0 else 0
+        of_side_M = weight_M * (side_M == wanted)
+        out += of_side_M / of_side_M.sum() if of_side_M.sum() > 0 else 0
     return out
 
 
@@ -163,10 +164,10 @@ def _match(w: PreferenceContext) -> np.ndarray:
     if a.match == "margins":
         start_E, reference_E = (scores_of(a, batch, batch[s]) for s in (START, REFERENCE))
         # rows=pair: chosen at the even places, rejected at the odd ones (`sides_of`).
-        own_U, reference_U = start_E[::2] - start_E[1::2], reference_E[::2] - reference_E[1::2]
+        policy_U, reference_U = start_E[::2] - start_E[1::2], reference_E[::2] - reference_E[1::2]
         # sort(x)[rank(y)]: for each y the x of the same rank. The order is
         # that before the optimizer step, so it is a constant of the loss.
-        matched_U = np.sort(reference_U)[_ranks(own_U)]
+        matched_U = np.sort(reference_U)[_ranks(policy_U)]
         return w.spread(np.repeat(matched_U, 2))
     h_E = scores_of(a, batch, w.log_ratio_M)
     c, r = h_E[::2], h_E[1::2]
@@ -223,7 +224,7 @@ def prepared(
         mismatched_E: log-ratios of policy to reference, summed over each completion of `mismatched`, where
             `a.reads_mismatched`.
     """
-    # The layout is checked first, and weights are normalised before the makers run, since they read WEIGHT.
+    # First the sides, whose order the makers rely on. Then the weights, since the makers read WEIGHT normalised.
     sides_of(a, batch)
     batch = batch.having({WEIGHT: _normalised(batch)})
     remembered = dict(running or {})
@@ -272,17 +273,17 @@ def mismatched(segments: Sequence[Segment], longest: int) -> list[Segment]:
     cuts = [int(np.argmax(s.mask)) for s in segments]
     prompts = [s.ids[:cut].tobytes() for s, cut in zip(segments, cuts, strict=True)]
     out: list[Segment] = []
-    for i, (own, cut) in enumerate(zip(segments, cuts, strict=True)):
+    for i, (segment, cut) in enumerate(zip(segments, cuts, strict=True)):
         # Backwards around the circle: a negative j counts from the end, as Python indexes.
         j = next((j % len(segments) for j in range(i - 1, i - len(segments), -1) if prompts[j] != prompts[i]), None)
         if j is None or cut + len(segments[j].ids) - cuts[j] > longest:
             continue
         other = segments[j]
-        ids = np.concatenate([own.ids[:cut], other.ids[cuts[j] :]])
+        ids = np.concatenate([segment.ids[:cut], other.ids[cuts[j] :]])
         mask = np.concatenate([np.zeros(cut, np.bool_), other.mask[cuts[j] :]])
         # Nobody sampled this sequence: its tokens are marked as shown, and are only scored.
         logp = np.where(mask, 0.0, np.nan).astype(np.float32)
-        out.append(Segment(ids, mask, logp, np.where(mask, SHOWN, -1).astype(np.int32), own.sampling))
+        out.append(Segment(ids, mask, logp, np.where(mask, SHOWN, -1).astype(np.int32), segment.sampling))
     if not out:
         raise DataError(
             "no completion of the minibatch can be read under the prompt of another row, because all rows have one"

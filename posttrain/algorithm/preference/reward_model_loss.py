@@ -60,6 +60,7 @@ class RankingLoss:
     alpha: float = 0.01
     """The language head's share of the loss."""
     beta: float = 0.1
+    """Factor of the log-probs in that loss."""
 
     def reads(self, micro: Batch) -> Reads:
         return Reads(rewards=True, logp=self.regularise != "none")
@@ -139,6 +140,7 @@ class RankingLoss:
         if self.regularise == "dpo":
             logp_M = logp_M - scored.each(REFERENCE)
         logp_S = logp_M.new_zeros(len(scored.score_S)).index_add(0, scored.segment_M, logp_M)
+        # Pairs are units of one size, so there is one table.
         (members_U2,) = scored.units()
         chosen_U, rejected_U = logp_S[members_U2].unbind(-1)
         each_U = -logsigmoid(self.beta * (chosen_U if self.regularise == "sft" else chosen_U - rejected_U))
@@ -236,6 +238,7 @@ class _ScoredCompletions:
         by_size: dict[int, list[np.ndarray]] = {}
         for unit in range(self.batch.units):
             members = self.batch.members(unit)
+            # At least 0 and 1: a unit of one completion orders nothing, and is refused too.
             if sorted(side_S[members].tolist()) != list(range(max(2, len(members)))):
                 raise InvariantError(
                     f"the sides of a judgement are {side_S[members].tolist()}: each of its completions says to how many"

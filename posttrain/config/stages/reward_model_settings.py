@@ -228,7 +228,7 @@ def head_of(stages: tuple[Stage, ...]) -> HeadShape | None:
 
 def trained_at(stages: tuple[Stage, ...], state: Mapping[str, Any]) -> RewardModel | None:
     """The stage whose reward model a checkpoint with this state holds; None where its weights are a policy's."""
-    # Inside a stage a checkpoint has that stage's weights; between two those of the last one that handed its on.
+    # Inside a stage a checkpoint has that stage's weights; between two, those of the last one with `hands_on`.
     done = int(state.get("stage", 0))
     if state.get("running") is not None and done < len(stages):
         now: Stage | None = stages[done]

@@ -34,7 +34,7 @@ class Experience:
     """Groups of earlier steps that this one learns from again."""
     versions: tuple[int, ...] = ()
     """The versions that the step's tokens may have, oldest first: the learner's at the beginning of this step, and of
-    the steps before it that the stage allows samples to be late. Empty: `version` alone."""
+    as many steps before it as samples of the stage may be late. Empty: `version` alone."""
 
     @property
     def promised(self) -> tuple[int, ...]:
@@ -54,7 +54,7 @@ class Experience:
     @property
     def fresh(self) -> tuple[Group, ...]:
         """The groups that the step learns from for the first time."""
-        return self._that(True)[: self.wanted]
+        return self._where_passed_is(True)[: self.wanted]
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -64,13 +64,13 @@ class Experience:
     @property
     def spare(self) -> tuple[Group, ...]:
         """The groups that passed after enough others had."""
-        return self._that(True)[self.wanted :]
+        return self._where_passed_is(True)[self.wanted :]
 
     @property
     def refused(self) -> tuple[Group, ...]:
         """The groups that did not pass the filter."""
-        return self._that(False)
+        return self._where_passed_is(False)
 
-    def _that(self, passed: bool) -> tuple[Group, ...]:
+    def _where_passed_is(self, passed: bool) -> tuple[Group, ...]:
         """The played groups that passed the filter, or those that did not."""
         return tuple(g for g, p in zip(self.played, self.passed, strict=True) if p == passed)

@@ -50,7 +50,8 @@ class Room:
 
 def saved(shared: int) -> int:
     """Positions that a sequence saves for certain if it shares a beginning of `shared` tokens with another one."""
-    # The shared beginning may be cut by up to SLACK - 1 tokens (see SLACK). Only the rest is certain.
+    # The shared beginning may be cut by up to SLACK - 1 tokens (see SLACK). Only the rest is certain,
+    # and it is above 0 because LEAST is not below SLACK.
     return shared - SLACK + 1 if shared >= LEAST else 0
 
 
@@ -115,6 +116,7 @@ def families(
         together = computed_at[left] + computed_at[right] - (saved(shared[border]) if room.once else 0)
         # Without room the border stays. Both families may still grow on their other sides.
         if room.holds(packed_at[left] + packed_at[right], together):
+            # `begin` is `right`: the left family ends at the border.
             begin = left + len(members[left])
             family_at[begin : begin + len(members[right])] = [left] * len(members[right])
             packed_at[left] += packed_at[right]

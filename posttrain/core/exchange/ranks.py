@@ -110,5 +110,5 @@ def joint_norm(norms: Sequence[float]) -> float:
     try:
         # fsum: the order of the ranks changes no bit.
         return math.sqrt(math.fsum(x * x for x in norms))
-    except OverflowError:
+    except OverflowError:  # `fsum`: the squares are finite and their sum is too large
         return math.inf

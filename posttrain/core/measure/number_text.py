@@ -21,4 +21,5 @@ def number_text(x: float, usual: str = ".3f", size: float | None = None) -> str:
     # Alone: 8 significant digits of a large number (510,833.33), 3 of a tiny one (-3e-05).
     if size is None or least == 0:
         return f"{x:{sign},.{max(0, 7 - math.floor(math.log10(abs(x))))}f}" if abs(x) >= 1e4 else f"{x:{sign}.3g}"
+    # With a size: decimals down to the third digit of the smallest difference that matters.
     return f"{x:{sign},.{min(12, max(0, 2 - math.floor(math.log10(least))))}f}"

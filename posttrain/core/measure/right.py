@@ -66,8 +66,8 @@ def right_of(verdicts: Iterable[Judged], named: float | None, measured: bool = F
 
 
 def _joint(rules: Iterable[Right]) -> Right:
-    """The rule for outcomes that come with several: a model's score first, of which none is right; then a threshold
-    that the user set; then sources whose sum is no full mark."""
+    """The rule that counts of several: that of a model's score, under which no outcome is right; else a threshold that
+    the user set; else that of sources whose sum is no full mark."""
     return min(rules, key=lambda r: (r.at is not None, not r.named, r.full), default=Right())
 
 

@@ -28,7 +28,8 @@ def word(value: Any) -> str:
 
 
 def compact(value: Any) -> str:
-    """`word` without fields that are off (those at a default of none, 0 or false) and those that only these read."""
+    """`word` without the fields that are off (at a default of none, 0 or false), and without those that serve only an
+    off one, as `horizon` serves `target`."""
     if isinstance(value, tuple):
         return ",".join(compact(v) for v in cast("tuple[Any, ...]", value)) or "none"
     if not dataclasses.is_dataclass(value) or isinstance(value, type | AnyAlgorithm):
@@ -57,8 +58,8 @@ def patches(a: AnyAlgorithm) -> list[str]:
         if old == new:
             continue
         # Same kind of piece, other numbers: only the changed numbers (`clip.high=0.28`). Another kind: the whole piece.
-        inside = list(dataclasses.fields(new)) if dataclasses.is_dataclass(new) and type(old) is type(new) else []
-        changed = [x.name for x in inside if getattr(old, x.name) != getattr(new, x.name)]
+        numbers = list(dataclasses.fields(new)) if dataclasses.is_dataclass(new) and type(old) is type(new) else []
+        changed = [x.name for x in numbers if getattr(old, x.name) != getattr(new, x.name)]
         if changed:
             out += [f"{f}.{name}={compact(getattr(new, name))}" for name in changed]
         else:

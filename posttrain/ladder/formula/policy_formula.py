@@ -28,6 +28,7 @@ REWARDS: dict[Rewards, str] = {
 def reward(a: Algorithm) -> str:
     """Returns the formula that makes r from R, a KL charged to whole responses included."""
     parts = ["R" if a.rewards != "none" else "0", *(s.words() for s in a.shape)]
+    # A KL to go is no part of r: `credit` shows it, or with values the branch below.
     if (kl := a.kl_in_credit) is not None and a.charges_answers and not a.baseline.to_go:
         parts.append(f"r - {kl.coef:g} sum_t {kl.estimator}_t")
     elif kl is not None and a.learns_values is not None:

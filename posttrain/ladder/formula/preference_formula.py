@@ -85,7 +85,7 @@ def preference_formulas(a: PreferenceAlgorithm) -> list[tuple[str, str]]:
         rows = [("h", f"{a.statistic.words()}, {_AGAINST[a.against]}")]
         if type(a.divergence).__name__ != "ReverseKL":
             rows.append(("f", a.divergence.words()))
-        rows.append(_read(a))
+        rows.append(_link_input(a))
         rows.append(("loss", loss))
     further = (
         ("noise", a.noise and preference_formula("noise", a.noise)),
@@ -98,7 +98,7 @@ def preference_formulas(a: PreferenceAlgorithm) -> list[tuple[str, str]]:
     return rows + [(name, line) for name, line in further if line]
 
 
-def _read(a: PreferenceAlgorithm) -> tuple[str, str]:
+def _link_input(a: PreferenceAlgorithm) -> tuple[str, str]:
     """Returns the input of the algorithm's link as (letter, formula)."""
     if a.link.of != "difference":
         # [4:]: without `u = `, with which each of these lines begins. Here the letter stands apart.

@@ -232,6 +232,7 @@ class Nash(Link):
         yield from super().refuses(a)
         if a.against == "nothing":
             yield "link=nash pays a KL to the reference, and against=nothing has none. Set against=reference"
+        # With an opponent for completion 0 too (`RejectionSampled`) none is the policy's own.
         if a.draw is None or 0 in a.draw.opposed():
             yield "link=nash learns from what the policy itself said. Set draw=againstmixture"
         if a.weights is not None:

@@ -99,6 +99,7 @@ class ReverseKL(FDivergence):
         return "h is the statistic"
 
     def refuses(self, a: PreferenceAlgorithm) -> Iterator[str]:
+        # h is any statistic, also one of log-probs alone. So the refusals of `FDivergence` are not taken over.
         yield from ()
 
 

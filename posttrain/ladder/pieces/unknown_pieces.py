@@ -51,17 +51,17 @@ def read_without(run: Any, names: Collection[str]) -> Generator[None]:
     """Context in which the pieces `names` of a plain run can be read although this program has no class for them.
     RunFolderError where the record of one cannot be a piece."""
     # Stand-ins are alternatives only inside the block: outside, an override with such a name must stay an error.
-    made: dict[tuple[type[Any], str], type[Any]] = {}
+    stand_ins: dict[tuple[type[Any], str], type[Any]] = {}
     try:
         for base, data in _recorded(run) if names else ():
             name = str(data.get(dataclass_json.TAG))
             # Only names that the caller knows to be absent, each once. A piece with a class is read by its class.
-            if name in names and (base, name) not in made:
-                made[base, name] = _offered(base, name, tuple(f for f in data if f != dataclass_json.TAG))
+            if name in names and (base, name) not in stand_ins:
+                stand_ins[base, name] = _offered(base, name, tuple(f for f in data if f != dataclass_json.TAG))
         yield
     finally:
-        for one in made.values():
-            one.withdraw()
+        for stand_in in stand_ins.values():
+            stand_in.withdraw()
 
 
 def _recorded(run: Any) -> Iterator[tuple[type[Any], Mapping[str, Any]]]:
@@ -85,9 +85,10 @@ def _recorded(run: Any) -> Iterator[tuple[type[Any], Mapping[str, Any]]]:
 def _offered(base: type[Any], name: str, fields: tuple[str, ...]) -> type[Any]:
     """Makes the stand-in of a piece, and offers it as an alternative of its choice."""
     try:
-        one = _stand_in(base, name, fields)
-        one.offer()
-        return one
+        stand_in = _stand_in(base, name, fields)
+        stand_in.offer()
+        return stand_in
+    # TypeError: a field is no identifier. ValueError: the name of the class has a NUL or is no UTF-8.
     except (ConfigError, TypeError, ValueError) as error:
         raise RunFolderError(f"the piece {name!r:.80} is damaged: {error}") from error
 
@@ -110,12 +111,12 @@ def _stand_in(base: type[Any], name: str, fields: tuple[str, ...]) -> type[Any]:
         numbers = ", ".join(f"{f}={_short(getattr(self, f))}" for f in fields)
         return f"{name}{f'({numbers})' if numbers else ''}, of a file that was not imported"
 
-    def nothing(self: Any, *given: Any, **named: Any) -> Any:
+    def refuse(self: Any, *given: Any, **named: Any) -> Any:
         raise InvariantError(f"{name} is only its record here: its class is defined in a file that was not imported")
 
-    # Abstract methods must be defined, or no instance could be made. They
-    # raise an error, except for `words`, which prints the record. Who would compute with it asks `Piece.absent` first.
-    methods: dict[str, Any] = dict.fromkeys(base.__abstractmethods__, nothing)
+    # Abstract methods must be defined, or no instance could be made. All but `words`, which prints the record, raise an
+    # error: code that computes with pieces asks `Piece.absent` first.
+    methods: dict[str, Any] = dict.fromkeys(base.__abstractmethods__, refuse)
     space = {**methods, "words": words, "absent": True, "__module__": __name__}
     typed = [(f, Any) for f in fields]
     made: Any = dataclasses.make_dataclass(name, typed, bases=(base,), namespace=space, frozen=True, kw_only=True)
