@@ -218,7 +218,7 @@ def _by_loss(of: RunOutcome, stage: StageOutcome) -> ComparedRun:
     """A run by its last held-out loss."""
     step, last = [*stage.likelihoods.items()][-1]
     unknown = Score(math.nan, math.nan, math.nan, 0)
-    # Negative, so that higher is better as for the other figures.
+    # Negative, so that higher is better as for the other figures. Graded (True): a loss is no pass or fail.
     rows: dict[Hashable, float] = {k: -nll / tokens for k, (nll, tokens) in last.rows.items()}
     return ComparedRun(of, stage, Measurement(stage.name, step, unknown, last.score, True, rows, rows), by_loss=True)
 
@@ -318,9 +318,9 @@ def _gain(first: RunGroup, other: RunGroup, what: str, prompts: Sequence[Hashabl
     means = _mean(first, what, prompts), _mean(other, what, prompts)
     over_prompts = Gain.free(*means) if what == "loss" else Gain.of(*means, scale)
     a, b = (_by_seed(g, what, prompts) for g in (first, other))
-    seeds = over_seeds(a, b)
+    by_seeds = over_seeds(a, b)
     # Both kinds of doubt must be gone: other prompts, and other seeds.
-    intervals = [over_prompts, *([seeds] if seeds is not None else [])]
+    intervals = [over_prompts, *([by_seeds] if by_seeds is not None else [])]
     word = "cannot be told"
     if all(x.low > 0 for x in intervals):
         word = "better"
@@ -329,7 +329,9 @@ def _gain(first: RunGroup, other: RunGroup, what: str, prompts: Sequence[Hashabl
     # "The same" needs intervals that lie within 5 % of the scale on both sides, not ones that hold 0.
     elif all(-0.05 * scale < x.low and x.high < 0.05 * scale for x in intervals):
         word = "the same"
-    return GroupGain(other, over_prompts, seeds, a.keys() == b.keys() and seeds is not None, (len(a), len(b)), word)
+    return GroupGain(
+        other, over_prompts, by_seeds, a.keys() == b.keys() and by_seeds is not None, (len(a), len(b)), word
+    )
 
 
 def _mean(group: RunGroup, what: str, prompts: Sequence[Hashable]) -> dict[Hashable, float]:

@@ -27,6 +27,7 @@ def components(episodes: Sequence[Episode]) -> Gauges:
         for j in e.verdicts:
             judged += 1
             family = "failed" if j.verdict.state is State.FAILED else "verdict"
+            # A verdict without a kind adds 0. Names whose sum stays 0 get no gauge.
             kinds[f"{family}/{j.verdict.kind}"] += bool(j.verdict.kind)
             abstained[f"abstained/{j.source}"] += j.counts and j.verdict.state is State.ABSTAIN
             if j.counts and j.verdict.score is not None:
@@ -52,7 +53,10 @@ def ages(behind: np.ndarray, most: int) -> Gauges:
 
 
 def _lengths(credit: Credit, experience: Experience) -> Gauge:
-    """Mean length of the policy's answers that have a gradient for the first time, over that of all that were asked."""
+    """Mean length of the policy's answers that have a gradient for the first time, over that of all that were asked.
+
+    A gauge is a sum and a count, and its mean is their ratio: so the two lengths stand in their places.
+    """
     # Groups that are learned from again were counted in the step that played them.
     replayed = {id(g) for g in experience.replayed}
     trained = [c for g in credit.groups if id(g.group) not in replayed for c in g.episodes]
@@ -107,6 +111,7 @@ def rollout_gauges(experience: Experience, credit: Credit) -> Gauges:
         "rollout/refused": Gauge(refused, len(played)),
         # It is told beside refused groups although it may be 0 then, so that a reader can relate the two.
         **({"rollout/spare": Gauge(spare, len(played))} if refused or spare else {}),
+        # More than one promised version: the stage allows samples that are older than the learner (staleness).
         **ages(experience.behind(versions), len(experience.promised) - 1),
         **({"rollout/trained_length": _lengths(credit, experience)} if len(experience.promised) > 1 else {}),
         "credit/silent": Gauge.of([g.silent for g in credit.groups]),
