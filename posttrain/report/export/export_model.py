@@ -103,7 +103,7 @@ def _reward_model(
     links: tuple[LineageLink, ...],
     stage: RewardModel,
 ) -> ExportCertificate:
-    """Write the reward model of a checkpoint."""
+    """Write the reward model of a checkpoint. `stage`: the one that trained it."""
     if choice.adapter:
         raise ConfigError(
             f"{source} holds a reward model, whose head is no part of an adapter: leave --adapter out, and it is merged"
@@ -111,6 +111,7 @@ def _reward_model(
     policy = with_reward_head(run_file(source).run, kept_policy(source, allow=choice.trust))
     check_memory(policy)
     (load_average if choice.ema else load_weights)(checkpoint.folder, HFLearner(policy))
+    # `write` fills it; `card`, which is called after it, reads it.
     forms: list[str] = []
 
     def write(staged: Path) -> ExportCertificate:
