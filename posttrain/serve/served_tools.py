@@ -132,7 +132,7 @@ AT_BEGIN = {
 
 @dataclass
 class ToolAnswer:
-    """One answer in a conversation with tools."""
+    """One answer in a conversation with tools: says which text can be sent already, and finds the calls at the end."""
 
     format: str
     text: str = ""
