@@ -111,17 +111,14 @@ def _of_reward_model(run: Run, folder: Path, worse: bool) -> list[tuple[str, str
     ]
 
 
-def _lines(commands: list[tuple[str, str]]) -> list[str]:
+def _lines(rows: list[tuple[str, str]]) -> list[str]:
     """The lines of (command, reason) pairs, in the order given.
 
     Commands stand side by side with their reasons up to the first long one. From there on each stands below its reason.
     The order must not depend on how long the path of the program is.
     """
-    side_by_side = list(takewhile(lambda row: len(row[0]) <= LONG, commands))
-    return [
-        *with_reasons(side_by_side, WIDTH),
-        *(x for c, why in commands[len(side_by_side) :] for x in (f"# {why}", c)),
-    ]
+    side_by_side = list(takewhile(lambda row: len(row[0]) <= LONG, rows))
+    return [*with_reasons(side_by_side, WIDTH), *(x for c, why in rows[len(side_by_side) :] for x in (f"# {why}", c))]
 
 
 def _words(folder: Path) -> tuple[str, list[str]] | None:

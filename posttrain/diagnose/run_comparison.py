@@ -318,9 +318,9 @@ def _gain(first: RunGroup, other: RunGroup, what: str, prompts: Sequence[Hashabl
     means = _mean(first, what, prompts), _mean(other, what, prompts)
     over_prompts = Gain.free(*means) if what == "loss" else Gain.of(*means, scale)
     a, b = (_by_seed(g, what, prompts) for g in (first, other))
-    by_seeds = over_seeds(a, b)
+    seeds = over_seeds(a, b)
     # Both kinds of doubt must be gone: other prompts, and other seeds.
-    intervals = [over_prompts, *([by_seeds] if by_seeds is not None else [])]
+    intervals = [over_prompts, *([seeds] if seeds is not None else [])]
     word = "cannot be told"
     if all(x.low > 0 for x in intervals):
         word = "better"
@@ -329,9 +329,7 @@ def _gain(first: RunGroup, other: RunGroup, what: str, prompts: Sequence[Hashabl
     # "The same" needs intervals that lie within 5 % of the scale on both sides, not ones that hold 0.
     elif all(-0.05 * scale < x.low and x.high < 0.05 * scale for x in intervals):
         word = "the same"
-    return GroupGain(
-        other, over_prompts, by_seeds, a.keys() == b.keys() and by_seeds is not None, (len(a), len(b)), word
-    )
+    return GroupGain(other, over_prompts, seeds, a.keys() == b.keys() and seeds is not None, (len(a), len(b)), word)
 
 
 def _mean(group: RunGroup, what: str, prompts: Sequence[Hashable]) -> dict[Hashable, float]:

@@ -53,16 +53,14 @@ def ages(behind: np.ndarray, most: int) -> Gauges:
 
 
 def _lengths(credit: Credit, experience: Experience) -> Gauge:
-    """Mean length of the policy's answers that have a gradient for the first time, over that of all that were asked.
-
-    A gauge is a sum and a count, and its mean is their ratio: so the two lengths stand in their places.
-    """
+    """Mean length of the policy's answers that have a gradient for the first time, over that of all that were asked."""
     # Groups that are learned from again were counted in the step that played them.
     replayed = {id(g) for g in experience.replayed}
     trained = [c for g in credit.groups if id(g.group) not in replayed for c in g.episodes]
     # Over all that were asked: a ratio away from 1 shows that what is learned from was chosen by its length.
     mean = Gauge.of([e.spoken for g in experience.played for e in g.episodes if e.own]).mean
     lengths = [c.episode.spoken for c in trained if c.episode.own and not c.dropped]
+    # As (sum, count), so that the gauge's mean is their ratio.
     return Gauge(Gauge.of(lengths).mean, mean) if lengths and mean else Gauge(0, 0)
 
 

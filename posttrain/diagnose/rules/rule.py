@@ -28,8 +28,8 @@ UNJUDGED = 0.05
 """Share of samples that could not be judged, from which on a rule speaks."""
 
 RULES: dict[str, Condition] = {}
-"""Every rule by name. A condition returns '' where it does not hold. It gets the first 8 steps of the stage and the
-last 64, in order (`checks.stage_history`); a resumed stage begins with all its earlier ones."""
+"""Every rule by name. A condition returns '' where it does not hold. It gets the first steps of the stage and the last
+ones, in order (`FIRST` and `KEPT` of `checks.stage_history`)."""
 
 
 def rule(condition: Condition) -> Condition:

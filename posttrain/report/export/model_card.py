@@ -229,7 +229,6 @@ def _algorithm(stage: Stage, lineages: Mapping[str, list[dict[str, Any]]]) -> li
         "Each line is a patch of the one above:",
         "",
     ]
-    # The record may be a stranger's: entries that a patch lacks are left empty.
     for patch in lineages.get(stage.name, []):
         changes: Mapping[str, Any] = patch.get("changes") or {}
         changed = ", ".join(f"{k}={_short(v)}" for k, v in changes.items())
