@@ -25,7 +25,7 @@ class Terminated(BaseException):
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    # SIGHUP: the terminal is gone, and the message of `main` could not be printed there.
+    # After SIGHUP the terminal may be gone, and printing the message of `main` would fail.
     if number == signal.SIGHUP:
         leave_lost_terminal()
     raise Terminated(number)

@@ -58,7 +58,7 @@ def _by_id(bias: Any) -> Any:
     # Two keys cannot become one id: DECIMAL allows one spelling of each number.
     by_id = {int(k): x for k, x in bias.items()}
     out_of_range = next((k for k, x in by_id.items() if type(x) not in (int, float) or not -100 <= x <= 100), None)
-    # One error is enough, however many entries are wrong.
+    # A wrong entry goes on alone, so that pydantic gives one error for it, however many are wrong.
     return by_id if out_of_range is None else {out_of_range: by_id[out_of_range]}
 
 

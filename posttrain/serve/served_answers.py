@@ -47,9 +47,7 @@ class TextChunk:
 
 class Choice:
     """One answer while it is generated: it takes the engine's tokens, and releases text that cannot change any more.
-
-    `index`: its number among the answers to the request. `place`: the key of its random numbers.
-    """
+    `index`: its number among the answers to the request. `place`: the key of its random numbers."""
 
     def __init__(self, index: int, ids: np.ndarray, sampling: Sampling, place: int, words: TokenText) -> None:
         self.index, self.prompt, self.sampling, self.place, self._words = index, ids, sampling, place, words

@@ -68,13 +68,8 @@ def new_reward(name: str, folder: Path | str = ".") -> tuple[Path, Path, Path]:
 def _write(
     name: str, folder: Path | str, templates: Mapping[str, str], texts: Mapping[str, str] | None = None
 ) -> list[Path]:
-    """Writes files into a folder; returns the paths of those made from templates. ConfigError, before anything is
-    written, where one of the files exists or `name` cannot name a Python file.
-
-    Args:
-        templates: the template in `DATA` of each file.
-        texts: the whole text of each further file.
-    """
+    """Writes the files of `templates` (file -> template in `DATA`) and `texts` (file -> text); returns the paths of the
+    former. ConfigError, before anything is written, where a file exists or `name` cannot name a Python file."""
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
         raise ConfigError(
             f"{name!r} cannot name a Python file: use lower-case letters, digits and _, for example sort_letters"
