@@ -349,6 +349,7 @@ def causes(history: Sequence[Step], stage: Reinforce) -> list[str]:
             f"{gauges['credit/silent']:.0%} of the groups have no spread: {reason} ({remedy}, or {name}.siblings="
             f"{2 * stage.siblings})"
         )
+    # Healthy steps change the policy by 1e-4 to 1e-2 nats a token, and stay below 0.05 (`policy_rules`).
     if 0 < far < 20 * NEAR:
         reasons.append(f"a step changes the policy by only {far:.1g} nats a token ({better_lr(stage, far)})")
     if far > 0.05:
