@@ -25,13 +25,14 @@ class Terminated(BaseException):
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
+    # After SIGHUP the terminal may be gone, and printing the message of `main` would fail.
     if number == signal.SIGHUP:
         leave_lost_terminal()
     raise Terminated(number)
 
 
 @contextlib.contextmanager
-def _terminated() -> Iterator[None]:
+def _signals_raise() -> Iterator[None]:
     """Inside the block SIGTERM and SIGHUP raise `Terminated`. An ignored signal (`nohup`) stays ignored."""
     not_ignored = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
     old_handlers = {number: signal.signal(number, _terminate) for number in not_ignored}
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     try:
         # Around the imports too: a signal at any time ends with a message and the exit code of shells for it.
-        with _terminated():
+        with _signals_raise():
             return _main(list(sys.argv[1:] if argv is None else argv))
     except Terminated as error:
         tell("posttrain: terminated", file=sys.stderr)

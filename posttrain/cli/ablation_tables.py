@@ -144,7 +144,8 @@ def lines(a: Ablation) -> Iterator[str]:
 
 
 def _listed(head: Sequence[str], rows: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """A line for each text, behind the names to which it belongs, below a head. `rows`: (name, text)."""
+    """A line for each text, behind the names to which it belongs, below the lines of `head`; nothing without rows.
+    `rows`: (name, text)."""
     by_text = dict[str, list[str]]()
     for name, text in rows:
         by_text.setdefault(text, []).append(name)
@@ -207,6 +208,7 @@ def table(rows: Sequence[AblationRow]) -> Iterator[str]:
     """The table. Algorithms with equal gradients share one line, with their names below it. A column is as wide as its
     longest cell, so very small norms, such as 1.234e-11, shift no column."""
     cells = [_cells(r) for r in rows]
+    # (the first row of a line, its cells, the names of the other rows that share the line)
     merged: list[tuple[AblationRow, tuple[str, ...], list[str]]] = []
     for i, (r, line) in enumerate(zip(rows, cells, strict=True)):
         # The first row is the run's own and shares no line. Norms are compared with more digits than are printed.

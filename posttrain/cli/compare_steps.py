@@ -61,8 +61,8 @@ def compared(run: Run, files: Sequence[EpisodeFile], wanted: ShowOptions, colour
         sign = -1 if wanted.best else 1
         rows = sorted((p for p in rows if p.change is not None), key=lambda p: sign * (p.change or 0.0))
     if not rows:
-        none = f"no prompt is answered wrong at step {steps[1]}" if grades.tells else GRADES
-        yield f"  {none if wanted.wrong else 'none of them was judged'}"
+        none_wrong = f"no prompt is answered wrong at step {steps[1]}" if grades.tells else GRADES
+        yield f"  {none_wrong if wanted.wrong else 'none of them was judged'}"
         return
     shown = rows[: wanted.limit] if wanted.limit > 0 else rows
     for pair in shown:

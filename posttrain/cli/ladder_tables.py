@@ -186,7 +186,7 @@ def _prose(lead: str, text: str) -> list[str]:
 
 
 def _form(form: str = FORM) -> list[str]:
-    """The form that all algorithms of a ladder have. Words of a line too long for the terminal stand below it."""
+    """The form that all algorithms of a ladder have. A line too long for the terminal is broken at its wide gaps."""
     out: list[str] = []
     for line in form.split("\n"):
         parts = re.split(r" {3,}", line) if len(line) > _width() else [line]

@@ -50,7 +50,7 @@ def show(o: Namespace) -> None:
 
 def options_of(o: Namespace) -> PlanOptions:
     """The options of a plan that are no settings of a run, from the words of the command."""
-    drafts = getattr(o, "accepted", 0.0)
+    accepted = getattr(o, "accepted", 0.0)
     factors = factors_of(o.calibrate, o.stage) if o.calibrate is not None else {}
     return PlanOptions(
         stage=o.stage,
@@ -60,7 +60,7 @@ def options_of(o: Namespace) -> PlanOptions:
         nproc=o.nproc,
         replicas=o.replicas,
         parallel=o.parallel,
-        assumed=Assumed(reward=o.reward, judges=o.judges, kept=o.kept, accepted=drafts, factors=factors),
+        assumed=Assumed(reward=o.reward, judges=o.judges, kept=o.kept, accepted=accepted, factors=factors),
     )
 
 
@@ -197,6 +197,7 @@ def _machines(o: Namespace) -> None:
         raise ConfigError("--machines plans stages that learn from reward, on accelerators; leave it out for this one")
     assumed = plan.timed.assumed if plan.timed is not None else Assumed()
     steps, where = plan.stage.steps, plan.machine
+    # The best layout may have a larger batch than the stage. The others are compared with it at that batch.
     best = largest_batch(plan.work, where, assumed, steps, o.days)
     work = replace(plan.work, prompts=best.work.prompts)
     rows, under_assumptions = of_each_topology(work, where, assumed), other_assumptions(work, where, assumed)

@@ -109,5 +109,5 @@ def _time(comparison: PlanAgainst, folder: str) -> Iterable[str]:
 
 def _row(x: Compared, predicted: str, measured: str, more: str) -> str:
     """A row of a table: predicted, measured, their ratio, and `more`."""
-    ratio = f"{x.ratio:.2f}" if x.predicted > 1e-4 else "-"
+    ratio = f"{x.ratio:.2f}" if x.predicted > 1e-4 else "-"  # to nearly 0 there is none
     return f"  {x.name:<13}{predicted:>10}{measured:>10}{ratio:>7}  {more}".rstrip()

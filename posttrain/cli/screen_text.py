@@ -75,6 +75,7 @@ def folded(text: str, width: int, most: int = 0, hint: str = "") -> Iterator[str
     if not most or len(lines) <= most:
         yield from lines
         return
+    # One line says what is left out. Of the others a third is for the end of the text, and the rest for its beginning.
     tail = max(1, (most - 1) // 3)
     head = most - 1 - tail
     yield from lines[:head]

@@ -86,6 +86,7 @@ def _title(run: Run, columns: int) -> list[str]:
 
 
 def _main(run: Run, all_groups: tuple[SettingGroup, ...], columns: int) -> Iterator[str]:
+    """The settings that people change first, in the order of `Setting.main`: those of the run, then of each stage."""
     yield from _title(run, columns)
     of_stages = {"STAGE", *(s.name for s in run.stages)}
     shared = [s for g in all_groups for s in g.settings if s.main and s.path.partition(".")[0] not in of_stages]

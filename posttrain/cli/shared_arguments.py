@@ -46,7 +46,7 @@ def fitted(line: str, width: int) -> list[str]:
     comment_lines = [f"{lead}# {comment.strip(' #')}"] if comment else []
     if len(lead + command) <= width:
         return [*comment_lines, lead + command]
-    lines = _wrapped(command, width - 2, lead, f"{lead}  ")
+    lines = _wrapped(command, width - 2, lead, f"{lead}  ")  # 2 columns for the ` \` at the end
     return [*comment_lines, *(f"{x} \\" for x in lines[:-1]), lines[-1]]
 
 

@@ -109,7 +109,9 @@ def _list(
         return
     yield paint(HEAD, "dim", colours_on)
     groups = _groups(rows, mixed_first=not (wanted.best or wanted.worst))
+    # The limit counts lists of equal episodes, each of which is shown once; `seen` counts episodes.
     left = wanted.limit if wanted.limit > 0 else len(rows)
+    # The first prompt, its first line, the first episode there, its number.
     width, seen, first = screen_width(), 0, groups[0][0][0][0]
     for of_task in groups:
         if left <= 0:

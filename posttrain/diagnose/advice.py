@@ -129,7 +129,7 @@ class Case:
         """The number of held-out prompts that would show a gain of the size that was seen, or of `WORTH`."""
         g = self.gain
         if g is None or not math.isfinite(g.high - g.low):
-            return 100
+            return 100  # no interval to compute from: the number that `_to_tell` advises, too
         size = max(abs(g.mean), WORTH * self.width)
         # The width of an interval falls with the root of the prompts; 20 % more for a gain that is smaller than it
         # looked.

@@ -117,6 +117,7 @@ def _wants_right(run: Run, s: StageOutcome) -> bool:
     """
     env = run.env_of(s.stage)
     paid = [r for r in env.rewards if not r.measured and r.weight]
+    # Every environment but `prompts` has a verdict of its own, which is one more source beside `paid`.
     # Where nothing was ever right, the share of right answers tells nothing of the reward.
     ever_right = s.accuracy is not None and max(s.accuracy.before, s.accuracy.after) > 0
     return (

@@ -47,7 +47,7 @@ def next_steps(run: Run, folder: Path, finished: bool = True, worse: bool = Fals
     final_stage = next((s for s in reversed(run.stages) if s.hands_on), run.stages[-1])
     if not final_stage.leaves_policy:
         return _lines(_of_reward_model(run, folder, worse))
-    start_words, stages = _words(folder), [s for s in run.stages if isinstance(s, Reinforce)]
+    start_words, reinforce_stages = _words(folder), [s for s in run.stages if isinstance(s, Reinforce)]
     recipe, overrides = start_words if start_words is not None else ("", [])
     commands: list[tuple[str, str]] = []
     if run.env.judges:  # else nothing was sampled
@@ -59,7 +59,8 @@ def next_steps(run: Run, folder: Path, finished: bool = True, worse: bool = Fals
     if not worse:
         commands.append((command_line("export", folder, _free("my-model")), "a plain Hugging Face directory"))
     last = run.stages[-1]
-    # A stage with an end of its own (a time, or a rate that has run down to 0) gains nothing from more steps.
+    # A stage with an end of its own (a time, or a rate that has run down to 0) gains nothing from more steps. The chain
+    # of `is` says that both times are None.
     open_end = isinstance(last, Reinforce) and last.hands_on and last.wall_time is last.time_of is None
     open_end = open_end and (last.optimizer.schedule == "constant" or last.optimizer.floor > 0)
     if open_end and named_parts and not worse:
@@ -70,8 +71,8 @@ def next_steps(run: Run, folder: Path, finished: bool = True, worse: bool = Fals
         others = [w for w in overrides if _changed_part(run, w) != "seed"]
         command = command_line("run", recipe, *others, f"seed={run.seed + 1}")
         commands.append((command, "the same with another seed: is the gain more than chance?"))
-    if start_words is not None and len(stages) == 1 and not worse:
-        other = "dapo" if stages[0].algorithm.name.startswith("grpo") else "grpo"
+    if start_words is not None and len(reinforce_stages) == 1 and not worse:
+        other = "dapo" if reinforce_stages[0].algorithm.name.startswith("grpo") else "grpo"
         others = [w for w in overrides if _changed_part(run, w) != "algorithm"]
         command = command_line("run", recipe, *others, f"algorithm={other}")
         commands.append((command, "another algorithm; posttrain ladder lists them"))
@@ -110,14 +111,14 @@ def _of_reward_model(run: Run, folder: Path, worse: bool) -> list[tuple[str, str
     ]
 
 
-def _lines(out: list[tuple[str, str]]) -> list[str]:
+def _lines(rows: list[tuple[str, str]]) -> list[str]:
     """The lines of (command, reason) pairs, in the order given.
 
     Commands stand side by side with their reasons up to the first long one. From there on each stands below its reason.
     The order must not depend on how long the path of the program is.
     """
-    side_by_side = list(takewhile(lambda row: len(row[0]) <= LONG, out))
-    return [*with_reasons(side_by_side, WIDTH), *(x for c, why in out[len(side_by_side) :] for x in (f"# {why}", c))]
+    side_by_side = list(takewhile(lambda row: len(row[0]) <= LONG, rows))
+    return [*with_reasons(side_by_side, WIDTH), *(x for c, why in rows[len(side_by_side) :] for x in (f"# {why}", c))]
 
 
 def _words(folder: Path) -> tuple[str, list[str]] | None:

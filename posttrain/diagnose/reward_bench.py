@@ -118,7 +118,7 @@ def ties(tied: Mapping[str, TiesPrompt], reference: Mapping[str, TiesPrompt]) ->
 
     They are the accuracies on the tied and on the reference prompts (weight .30 each), the share of prompts whose gap
     exceeds the spread (.20), the share whose smaller gap of both versions does (.20), and the mean of
-    tanh(smaller gap / spread - 1) (.01).
+    tanh(smaller gap / spread - 1) (.01). These are the weights of the benchmark; their sum is 1.01.
 
     Where all correct completions have the same score, the last term takes its limit, 1 or -1 by the gap's sign, and 0
     without a gap.

@@ -51,7 +51,7 @@ def differing(runs: Sequence[Run], each: Sequence[Mapping[str, str]]) -> list[di
     # What one run lacks follows from a setting above it that differs, whose value includes it.
     lacking = {n for n in names if any(n not in entries for entries in each)}
     listed = [n for n in names if n not in lacking or not any(n.startswith(f"{above}.") for above in names)]
-    listed.sort(key=lambda n: _weight(n, {s for entries in stages for s in entries}))
+    listed.sort(key=lambda n: _place(n, {s for entries in stages for s in entries}))
     return [{n: _value(n, entries) for n in listed} for entries in each]
 
 
@@ -63,8 +63,8 @@ def _value(path: str, of: Mapping[str, str]) -> str:
     return ", ".join(x if n.isdigit() else f"{n}={x}" for n, x in below.items() if "." not in n) or NONE
 
 
-def _weight(path: str, stages: set[str]) -> int:
-    """The place of a setting in the order of `FIRST`."""
+def _place(path: str, stages: set[str]) -> int:
+    """The place of a setting in the order of `FIRST`; all that it does not have share the last one."""
     head, _, rest = path.partition(".")
     # The order does not depend on the name of a stage.
     rest = rest if head in stages else path
@@ -218,7 +218,7 @@ def _by_loss(of: RunOutcome, stage: StageOutcome) -> ComparedRun:
     """A run by its last held-out loss."""
     step, last = [*stage.likelihoods.items()][-1]
     unknown = Score(math.nan, math.nan, math.nan, 0)
-    # Negative, so that higher is better as for the other figures.
+    # Negative, so that higher is better as for the other figures. Graded (True): a loss is no pass or fail.
     rows: dict[Hashable, float] = {k: -nll / tokens for k, (nll, tokens) in last.rows.items()}
     return ComparedRun(of, stage, Measurement(stage.name, step, unknown, last.score, True, rows, rows), by_loss=True)
 
@@ -300,8 +300,8 @@ def settings_of(run: Run) -> dict[str, str]:
     out: dict[str, str] = {}
     for path, (_, value) in values(run).items():
         head, last = path.split(".")[0], path.split(".")[-1]
-        stage = any(s.name == head for s in run.stages)
-        if path == "seed" or head in OF_THE_MACHINE or (stage and last in PER_STAGE) or ".parent." in path:
+        of_stage = any(s.name == head for s in run.stages)
+        if path == "seed" or head in OF_THE_MACHINE or (of_stage and last in PER_STAGE) or ".parent." in path:
             continue
         if ".algorithm." in path and last in ("parent", "paper", "note"):
             continue

@@ -61,8 +61,10 @@ class StageOutcome:
     the share of right answers says nothing (`Grades.tells`)."""
     heldout_reward: Curve
     greedy: float | None = None
+    """Share of right held-out answers where each token is the likeliest one."""
     seconds: float | None = None
     roles: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Seconds by role."""
     peaks: Mapping[str, float] = field(default_factory=dict[str, float])
     """Peak bytes by role."""
     updates: int = 0
@@ -275,7 +277,7 @@ def _at_the_end(
 
 
 def _score(measured: Sequence[float]) -> Score:
-    """A score from (mean, low end, high end) of a checkpoint."""
+    """A score from (mean, low end, high end) of a checkpoint, which does not hold the number of prompts."""
     mean, low, high = (float(x) for x in measured)
     return Score(mean, low, high, 0)
 

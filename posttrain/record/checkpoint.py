@@ -113,7 +113,7 @@ def _index(folder: Path) -> tuple[str, dict[str, float]]:
 def _order(name: str, listed: Mapping[str, float], readable: Sequence[Checkpoint]) -> float:
     """The order of a damaged checkpoint: from the index (`listed`), else by its name."""
     before = max((c.order for c in readable if c.name < name), default=-1)
-    # Half a step behind the checkpoint with the next smaller name.
+    # Between the checkpoint with the next smaller name and the one after it.
     return listed.get(name, before + 0.5)
 
 

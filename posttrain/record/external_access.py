@@ -159,7 +159,7 @@ def _reward(name: str) -> Found:
 
 
 def _models(names: tuple[str, ...]) -> Found:
-    return Kind.OUTSIDE, " and ".join(found[1] for n in names if (found := _model(n)) is not None), names
+    return Kind.OUTSIDE, " and ".join(asked[1] for n in names if (asked := _model(n)) is not None), names
 
 
 Decision = Callable[[Any, Any], Found]
@@ -236,7 +236,7 @@ def decided(cls: type, name: str) -> Decision | None:
     named = key(cls, name)
     if named in DECIDED:
         return DECIDED[named]
-    stage_kind: Any = cls if issubclass(cls, Stage) else Stage
+    stage_kind: Any = cls if issubclass(cls, Stage) else Stage  # both lists of `Stage` itself are empty
     # A field without any of these has no classification. In a foreign kind of stage it counts as code (`_asked`).
     if named in HARMLESS or issubclass(cls, (Piece, PreferencePiece, Keep)) or name in stage_kind.harmless:
         return lambda x, _: None
@@ -262,7 +262,8 @@ def grave(requests: Iterable[Ask]) -> tuple[Ask, ...]:
     """
     by_owner: dict[str, list[Ask]] = {}
     for ask in requests:
-        # The owner is the judge, engine or sandbox to which an address and a secret belong.
+        # The owner is the judge, engine or sandbox to which an address and a secret belong. A judge has its address
+        # in `env.rewards.0.function`, and its secret in `env.rewards.0.judge.key_env`.
         by_owner.setdefault(ask.path.rpartition(".")[0].removesuffix(".judge"), []).append(ask)
     out: list[Ask] = []
     for owner, owner_asks in by_owner.items():
@@ -284,7 +285,7 @@ def values(run: Run) -> dict[str, tuple[str, Any]]:
 
 
 def _kinds(node: Any, path: str) -> Iterator[tuple[str, Any, str, Any]]:
-    """The class of every piece that the tree could have of another class, as `_walk` gives values."""
+    """Yields, in the form of `_walk`, the class name of each object whose setting allows objects of several classes."""
     for name, declared in dataclass_json.hints(cast("type[Any]", type(node))).items():
         value, field_path = getattr(node, name), f"{path}{name}"
         items = cast("tuple[Any, ...]", value) if isinstance(value, tuple) else (value,)
@@ -300,6 +301,8 @@ def _kinds(node: Any, path: str) -> Iterator[tuple[str, Any, str, Any]]:
 
 
 def _walk(node: Any, path: str) -> Iterator[tuple[str, Any, str, Any]]:
+    """Yields (path, object, field, value) of every plain value below an object of the tree. `path`: that of the object,
+    with a dot behind it; '' for the run."""
     for name in dataclass_json.hints(cast("type[Any]", type(node))):
         value, field_path = getattr(node, name), f"{path}{name}"
         if dataclasses.is_dataclass(value):

@@ -122,12 +122,13 @@ def check_links(links: Sequence[LineageLink], error: type[PosttrainError] = Data
 
 
 def _same_text(before: LineageLink, link: LineageLink, what: str, means: str, error: type[PosttrainError]) -> None:
-    one, two = getattr(before, what), getattr(link, what)
+    """Raises `error` where two links have another tokenizer or another template (`what`). `means`: what that does."""
+    then, now = getattr(before, what), getattr(link, what)
     # '' is not known, and contradicts nothing.
-    if one and two and one != two:
+    if then and now and then != now:
         name = "chat template" if what == "template" else what
         raise error(
-            f"the {name} changed between {before.words} ({one}) and {link.words} ({two}), so {means} than was learned."
+            f"the {name} changed between {before.words} ({then}) and {link.words} ({now}), so {means} than was learned."
             f" Put the {name} of {before.words} there again"
         )
 

@@ -24,6 +24,7 @@ class QueuedGroup:
     index: int
     """Index of its task in the source."""
     visit: int
+    """How often its task came before."""
     cursor: int
     """Prompts that were taken up to it."""
     begun: int
@@ -35,9 +36,10 @@ class QueuedGroup:
     aborted: int = 0
     aborted_tokens: int = 0
     logged: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    """(sum, count) of each gauge of `Group.logged`."""
     tokens: int = 0
     turns: int = 0
-    """Number of turns that the engine said for it."""
+    """Tokens and turns that the engine said for it."""
 
     def ended(self, group: Group, spoken: Gauge) -> QueuedGroup:
         """This row when its group has ended. `spoken`: the tokens of its turns (sum), and how many turns (count)."""

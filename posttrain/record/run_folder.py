@@ -96,7 +96,9 @@ class RunFolder:
         self._steps = files.Lines(folder / "steps.jsonl")
         self._index = files.Lines(self._episodes / "index.jsonl")
         self._unsynced: list[Path] = []
+        """Episode files that `sync` must still make durable."""
         self._written = {row.path.name for row in run_reader.episode_files(folder)}
+        """Names of the episode files that the index lists."""
 
     @staticmethod
     def refuse(folder: Path | str) -> None:
@@ -146,10 +148,11 @@ class RunFolder:
 
     @staticmethod
     def open_for_resume(path: Path | str) -> tuple[RunFolder, Checkpoint | None]:
-        """(the folder, cut back to its last checkpoint, that checkpoint, or None where the run begins anew).
+        """(the run folder, which is cut back to a checkpoint; that checkpoint, or None where the run begins anew).
 
-        `path` is a run folder, or one checkpoint inside it. With a checkpoint, everything after it is removed. A
-        damaged checkpoint is an error that names the file and the newest undamaged checkpoint before it.
+        `path` is a run folder, which means its last checkpoint, or one checkpoint inside it. Everything after the
+        checkpoint is removed. A damaged checkpoint is an error that names the file and the newest undamaged checkpoint
+        before it.
         """
         folder, chosen = run_reader.folder_of(path)
         run = run_reader.run_file(folder).run
@@ -158,11 +161,11 @@ class RunFolder:
             _released_on_failure(folder, lock),
             files.disk_full_is_reported(folder / "checkpoints" / "index.json", lambda: "No checkpoint was lost"),
         ):
-            book = RunFolder(folder, run, lock)
+            opened = RunFolder(folder, run, lock)
             # Chosen before anything is cut: a damaged choice leaves the folder as it was.
-            checkpoint = book._choose(chosen)
-            book._cut_back(checkpoint)
-            return book, checkpoint
+            checkpoint = opened._choose(chosen)
+            opened._cut_back(checkpoint)
+            return opened, checkpoint
 
     def _choose(self, name: str | None) -> Checkpoint | None:
         """The checkpoint of this name, or the last one for None; its files are compared with their digests."""
@@ -317,7 +320,7 @@ class RunFolder:
             amended.unlink()
 
     def record_change(self, run: Run, entry: Mapping[str, Any]) -> None:
-        """New settings of a run that goes on. run.json keeps a history of them, newest last."""
+        """Writes the new settings of a run that goes on. run.json keeps a history of changes (`entry`), newest last."""
         path = self.folder / "run.json"
         data = files.read_json(path)
         data["run"], data["lineages"] = to_plain(run), _lineages(run)
@@ -348,7 +351,7 @@ class RunFolder:
             self.anew(name, write)
 
     def anew(self, name: str, write: Callable[[Path], object]) -> Path:
-        """A folder of files that can be computed again; one of this name is replaced. Returns where it is."""
+        """Writes a folder of files that can be computed again; one of this name is replaced. Returns where it is."""
         with files.disk_full_is_reported(self.folder / name, self._checkpoints.still_good):
             files.write_directory(self.folder / name, write)
         return self.folder / name

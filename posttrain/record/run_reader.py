@@ -156,6 +156,7 @@ def _migrated(run: Any) -> Any:
     if "compiled" not in engine:
         return run
     then = {True: "compiled", False: "torch", None: "auto"}[engine["compiled"]]
+    # Before `**model`, so that a setting of the present form is kept where there is one.
     return {**run, "engine": {k: v for k, v in engine.items() if k != "compiled"}, "model": {"kernels": then, **model}}
 
 
@@ -198,6 +199,7 @@ def damage_is_named(place: str) -> Generator[None]:
     # Nested too deeply for the parser. `from None`, since the traceback of the cause is as deep.
     except RecursionError:
         raise RunFolderError(f"{place} is damaged: its lists and objects are nested too deeply to be read") from None
+    # What code raises that meets data of another form than it expects: here they are data's fault, and no bug.
     except (
         PosttrainError,
         ArithmeticError,

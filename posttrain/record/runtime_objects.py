@@ -171,6 +171,7 @@ class RuntimeObjects:
         return self.environments[short]
 
     def _missing(self, what: str, name: str, keyword: str, known: Mapping[str, Any]) -> str:
+        """The message that an object was not handed. `keyword`: the argument of the call that hands it."""
         hint = f" ({nearest(name, known)})" if known else ""
         folder = "FOLDER" if self.folder is None else repr(str(self.folder))
         return (
@@ -249,4 +250,5 @@ def _piece_types(algorithm: AnyAlgorithm) -> set[type]:
 
 
 def _word(name: str) -> str:
+    """A name as a program may write it, in the call that a message advises."""
     return name if name.isidentifier() else "THE_OBJECT"

@@ -255,6 +255,7 @@ def from_columns(columns: Mapping[str, np.ndarray]) -> tuple[Recorded, ...]:
         drawn = [cut.segment(samplings[i]) for i in contracts]
         verdicts = tuple(verdict_from_plain(v) for v in row["verdicts"])
         segments = tuple(s for s, _ in drawn)
+        # The fields of `Episode` from `text` to `turns`, in its order. Not every row has those of `get`.
         text_to_turns = (row["text"], row["error"], row.get("state"), tuple(row.get("turns", ())))
         seats = tuple(SeatTurn(**t) for t in row.get("seats", ()))
         episode = Episode(
@@ -300,6 +301,7 @@ class _Cut:
         """How many entries of each column belong to earlier segments."""
         self.lengths = iter(columns["length"].tolist())
         self.shapes = iter(columns.get("routed_shape", np.zeros(0, np.int64)).reshape(-1, 3).tolist())
+        """(tokens, R, K) of each segment; no entry at all where no segment of the file has router choices."""
 
     def take(self, column: str, count: int) -> np.ndarray:
         """The next entries of a column."""

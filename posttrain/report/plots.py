@@ -89,7 +89,7 @@ def plot(
 
 
 def _drawn(runs: Sequence[RunOutcome], gauges: Sequence[str]) -> dict[str, list[dict[str, Curve]]]:
-    """The curves of each gauge that a run has, by run and stage."""
+    """Gauge -> for each run its curves by stage. Gauges that no run has are left out."""
     curves_of = {gauge: [_curves(of, gauge) for of in runs] for gauge in dict.fromkeys(gauges)}
     return {gauge: curves for gauge, curves in curves_of.items() if any(curves)}
 
@@ -111,6 +111,7 @@ def _figure(drawn: Mapping[str, Sequence[Mapping[str, Curve]]], runs: Sequence[R
         axis.set_xlabel(_text(f"step of {stage}"))
         axis.xaxis.get_major_locator().set_params(integer=True)
     if len(runs) > 1:
+        # A run has a line in many panels, and one entry in the legend.
         shown = [axis.get_legend_handles_labels() for axis in axes.flat]
         named = {label: line for lines, labels in shown for line, label in zip(lines, labels, strict=True)}
         # As many columns as fit: about 14 letters to an inch, and the space of 6 for the line beside a name.
@@ -283,7 +284,7 @@ def _drawn_stages(drawn: Mapping[str, Sequence[Mapping[str, Curve]]], runs: Sequ
     They are those with a curve of two points or more; where no stage has one, those with a single point.
     """
     most_points = {n: 0 for of in runs for n in (s.name for s in of.stages)}
-    for by_stage in (one for curves in drawn.values() for one in curves):
+    for by_stage in (of_run for curves in drawn.values() for of_run in curves):
         for name, curve in by_stage.items():
             most_points[name] = max(most_points[name], len(curve))
     # A single point is no curve, so its stage gets a column only where no stage has more.

@@ -84,6 +84,7 @@ def short(mean: float, low: float, high: float, sign: str = "") -> str:
         return "-"
     if not (math.isfinite(low) and math.isfinite(high)):
         return f"{number_text(mean, f'{sign}.3f')} [one prompt]"
+    # Half the interval is the smallest difference that matters (`number_text`). The ends save a column: 0.61 is .61.
     half = (high - low) / 2
     ends = (number_text(x, f"{sign}.2f", half) for x in (low, high))
     ends = (x.replace("0.", ".", 1) if x.lstrip("+-").startswith("0.") else x for x in ends)
@@ -205,7 +206,7 @@ def _by_role(title: str, stages: Mapping[str, Mapping[str, float]], as_text: Cal
 
     Args:
         stages: the numbers by role, by stage.
-        said: a number as text; '' leaves it out.
+        as_text: a number as text; '' leaves it out.
     """
     known = {stage: roles for stage, roles in stages.items() if roles}
     width = max((len(stage) for stage in known), default=0)
@@ -259,8 +260,8 @@ def show(console: PlainConsole, of: RunOutcome) -> None:
     """Print the report of a run."""
     for line in planted_lines(of.run):
         console.print(line, style="bold red")
-    for one in tables(of):
-        console.print(one)
+    for scores in tables(of):
+        console.print(scores)
     console.print()
     for line in (
         *filter(None, [footnote(of)]),

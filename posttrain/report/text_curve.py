@@ -59,6 +59,7 @@ def picture(lines: Sequence[CurveLine], width: int = WIDTH, height: int = HEIGHT
     texts = {i: _number(tick, high - low) for i, tick in ticks.items()}
     label = max(map(len, texts.values()))
     rows = [f"{texts.get(i, ''):>{label}} |{''.join(row)}".rstrip() for i, row in enumerate(field)]
+    # The labels 0, half and last below the field: half is centred on its middle, behind the one column of the 0.
     middle = str(round(last / 2))
     axis = "0" + middle.rjust(width // 2 + len(middle) // 2 - 1)
     axis += str(last).rjust(width - len(axis))

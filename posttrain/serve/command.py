@@ -108,6 +108,7 @@ def _stored(target: str | Path, checkpoint: str, overrides: Sequence[str]) -> Ru
     check_target(target, checkpoint)
     stored = run_file(target).run if is_run(target) else model_run(target)
     for text in overrides:
+        # `[::2]` leaves out the `=` between key and value; the first word of the path is the field of `Run`.
         head = dotted.address(stored, *(w.strip() for w in text.partition("=")[::2]))[0]
         if head not in READ:
             raise ConfigError(
@@ -124,6 +125,7 @@ def served_by(run: Run, overrides: Sequence[str]) -> Embedded:
     """
 
     def given(name: str) -> bool:
+        """True where the user sets this setting, or one below it, for the server."""
         return any(text.strip().startswith(name) for text in overrides)
 
     if not isinstance(run.engine, Embedded):

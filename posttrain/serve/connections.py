@@ -63,10 +63,9 @@ class Connection(web.RequestHandler):
     def unread(self) -> bool:
         """True where data has arrived that has not been read yet: the caller has sent a request."""
         try:
-            # MSG_PEEK leaves the byte in the socket. Data that was not read yet means that the caller has sent a
-            # request.
+            # MSG_PEEK leaves the byte in the socket.
             return bool(self._sock.recv(1, socket.MSG_PEEK))
-        except OSError:
+        except OSError:  # nothing has arrived (the socket does not block), or the connection is broken
             return False
 
     def now(self, phase: Phase) -> None:
@@ -75,7 +74,8 @@ class Connection(web.RequestHandler):
         self._listener.changed(self)
 
     def overdue(self) -> bool:
-        """True if the phase has taken too long, or so much was sent ahead of our answer that reading was paused."""
+        """True if the phase has taken too long, the caller does not read, or it has sent so much ahead of our answer
+        that reading was paused."""
         now, limits, transport = self._clock(), self._listener.limits, self._transport
         # Reading `WRITTEN` bytes is progress, and the time begins again. Who reads less in `write_seconds` is cut off.
         if self._stuck is not None and transport is not None:
@@ -261,6 +261,7 @@ class Listener:
     def _admit(self, wire: socket.socket, address: str) -> None:
         """Counts a new connection and begins to handle it."""
         wire.setblocking(False)
+        # A compressed body is refused by its header (`Intake.check`), and never inflated before.
         settings = {"access_log": None, "lingering_time": LINGER, "auto_decompress": False}
         connection = Connection(
             self, address, wire, loop=self._loop, keepalive_timeout=self.limits.idle_seconds, **settings
@@ -283,7 +284,8 @@ class Listener:
             LOG.debug("a connection did not begin: %s", error)
 
     def _make_room(self, address: str | None = None) -> bool:
-        """Close the longest silent connection: of `address`, or else of the address with the most."""
+        """Close the longest silent connection: of `address`, or else of the address with the most. False where none of
+        those that are considered may be closed."""
         # At the limit of all, the address with the most loses one. So one caller cannot push out others.
         if address is None:
             address = max(self._silent, key=lambda a: self._count[a], default=None)

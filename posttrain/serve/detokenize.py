@@ -77,7 +77,9 @@ class Decoder:
         self._words = words
         self._ids: list[int] = []
         self._window, self._read = 0, 0
+        """Indices of `_ids`: where the window begins, and where the tokens begin whose text was not returned yet."""
         self._said = ""
+        """The text that was returned."""
 
     def add(self, token: int) -> str:
         """The text that this token completes; '' while a character is incomplete."""
@@ -103,7 +105,7 @@ class Decoder:
         return now[len(before) :]
 
     def _around(self) -> tuple[str, str]:
-        """(the text of the window without the tokens that came last, with them)."""
+        """(the text of the window's tokens up to `_read`, the text of the whole window)."""
         window = self._ids[self._window :]
         return self._words.text(window[: self._read - self._window]), self._words.text(window)
 

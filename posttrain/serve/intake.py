@@ -96,17 +96,17 @@ class Intake:
             raise Refusal(f"content encoding {coding!r}: send the body as it is", status=415)
         # A body that is announced as too long is refused before it is read. `_body` finds a wrong or missing length.
         if (request.content_length or 0) > self.limits.body:
-            self._too_long()
+            self._refuse_body()
 
     async def read(self, request: web.Request, kind: type[GenerationRequest]) -> Understood:
         """The checked fields of a request, and the ids of its prompts."""
         body = await self._body(request)
-        lane, work = (self._small, self.parse_request) if len(body) <= SMALL else (self._large, self._rested)
+        lane, work = (self._small, self.parse_request) if len(body) <= SMALL else (self._large, self._parse_large)
         job = asyncio.get_running_loop().run_in_executor(lane, work, body, kind)
         job.add_done_callback(lambda _: self._release(len(body)))
         return await job
 
-    def _rested(self, body: bytes, kind: type[GenerationRequest]) -> Understood:
+    def _parse_large(self, body: bytes, kind: type[GenerationRequest]) -> Understood:
         """`parse_request` for a large request; only called in its thread."""
         time.sleep(max(0.0, self._rests - time.monotonic()))
         start = time.monotonic()
@@ -121,7 +121,7 @@ class Intake:
         # Cheap checks come first (fields, the model's name, ids), then templates and tokenizers, which take longer.
         fields: Any = read(kind, parse(body))
         self.known(fields.model)
-        self._in_vocabulary(fields)
+        self._check_vocabulary(fields)
         if isinstance(fields, ChatRequest):
             return fields, [self._chat(fields)]
         return fields, [self._prompt(p) for p in fields.prompt]
@@ -141,7 +141,7 @@ class Intake:
                     body += chunk
                     self._held += len(chunk)
                     if len(body) > self.limits.body:
-                        self._too_long()
+                        self._refuse_body()
                     # The limit for all callers together counts the bytes that have arrived, because a body may have no
                     # length.
                     if self._held > self.limits.bodies:
@@ -159,12 +159,13 @@ class Intake:
     def _release(self, size: int) -> None:
         self._held -= size
 
-    def _too_long(self) -> NoReturn:
+    def _refuse_body(self) -> NoReturn:
+        """Refuse a body that is too long."""
         raise Refusal(
             f"the body is longer than {self.limits.body_mib:g} MiB, the limit body_mib of this server", status=413
         )
 
-    def _in_vocabulary(self, asked: GenerationRequest) -> None:
+    def _check_vocabulary(self, asked: GenerationRequest) -> None:
         """Refuses ids that are no tokens of the model, and more alternatives than it has tokens."""
         top, most = asked.alternatives or 0, self.served.vocabulary
         if top > most:
@@ -178,9 +179,9 @@ class Intake:
     def _prompt(self, prompt: str | list[int]) -> np.ndarray:
         if isinstance(prompt, str):
             # JSON can hold half a surrogate pair, which has no UTF-8; here only its length counts.
-            self._short(len(prompt.encode(errors="surrogatepass")), "prompt")
+            self._check_size(len(prompt.encode(errors="surrogatepass")), "prompt")
             return self._ids(prompt, "prompt")
-        self._room(len(prompt), "prompt")
+        self._check_room(len(prompt), "prompt")
         most = self.served.vocabulary - 1
         if max(prompt) > most:
             raise Refusal(
@@ -198,14 +199,16 @@ class Intake:
             )
         # Every message has at least one token, so as many messages as the context has tokens leave no room. Their
         # number and the sizes of the texts are checked before the template runs.
-        self._room(len(asked.messages), "messages", "messages")
+        self._check_room(len(asked.messages), "messages", "messages")
         tools = asked.offered
-        self._short(len(json.dumps(tools, ensure_ascii=False).encode(errors="surrogatepass")) if tools else 0, "tools")
+        self._check_size(
+            len(json.dumps(tools, ensure_ascii=False).encode(errors="surrogatepass")) if tools else 0, "tools"
+        )
         calls = any(m.tool_calls for m in asked.messages)
         if tools:
-            self._takes_tools()
+            self._check_tools()
         messages = [m.plain(calls and self.served.renderer.template.arguments_as_text) for m in asked.messages]
-        self._short(sum(_size(m) for m in messages), "messages")
+        self._check_size(sum(_size(m) for m in messages), "messages")
         return self._ids(messages, "messages", tools)
 
     @cached_property
@@ -217,7 +220,7 @@ class Intake:
         # A template that ignores tools writes the same prompt with and without one.
         return template.render(start, generate=True, tools=[WEATHER]) != template.render(start, generate=True)
 
-    def _takes_tools(self) -> None:
+    def _check_tools(self) -> None:
         """Refuse tools for a model whose chat template does not write them, or writes calls in an unknown format."""
         if not self._tools_written:
             raise Refusal(
@@ -236,20 +239,21 @@ class Intake:
             raise Refusal(str(error), param=param) from None
         except Exception as error:  # a tokenizer may raise anything, for example at a character it has no token for
             raise Refusal(f"{param}: the tokenizer does not read this text ({error})", param=param) from None
-        self._room(len(ids), param)
+        self._check_room(len(ids), param)
         return ids
 
-    def _short(self, size: int, param: str) -> None:
+    def _check_size(self, size: int, param: str) -> None:
         """Refuse a text that is too long by its bytes, before it is tokenized."""
         if size > self._most:
-            self._full(param, f"{size:,} bytes", f" tokens, which {self._most:,} bytes fill at the least")
+            self._refuse_full(param, f"{size:,} bytes", f" tokens, which {self._most:,} bytes fill at the least")
 
-    def _room(self, length: int, param: str, what: str = "tokens") -> None:
+    def _check_room(self, length: int, param: str, what: str = "tokens") -> None:
         """Refuses a prompt of `length` tokens or messages that leaves no room to answer."""
         if length >= self.served.sampler.context:
-            self._full(param, f"{length} {what}")
+            self._refuse_full(param, f"{length} {what}")
 
-    def _full(self, param: str, what: str, more: str = "") -> NoReturn:
+    def _refuse_full(self, param: str, what: str, more: str = "") -> NoReturn:
+        """Refuse a prompt that fills the context. `what`: its size in words; `more`: the end of the sentence."""
         message = f"{param}: {what} leave no room to answer in a context of {self.served.sampler.context}{more}"
         raise Refusal(f"{message}; shorten it", param=param, code="context_length_exceeded")
 

@@ -81,6 +81,7 @@ class Ending:
 
     first: asyncio.Event
     number: int = 0
+    """Its number; 0 until it has arrived."""
 
 
 @contextmanager

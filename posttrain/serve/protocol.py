@@ -58,7 +58,7 @@ def _by_id(bias: Any) -> Any:
     # Two keys cannot become one id: DECIMAL allows one spelling of each number.
     by_id = {int(k): x for k, x in bias.items()}
     out_of_range = next((k for k, x in by_id.items() if type(x) not in (int, float) or not -100 <= x <= 100), None)
-    # One error is enough, however many entries are wrong.
+    # A wrong entry goes on alone, so that pydantic gives one error for it, however many are wrong.
     return by_id if out_of_range is None else {out_of_range: by_id[out_of_range]}
 
 
@@ -124,7 +124,7 @@ class GenerationRequest(RequestPart):
         return Sampling(
             temperature=1.0 if greedy else self.temperature,
             top_p=1.0 if greedy else self.top_p,
-            top_k=0 if greedy else max(self.top_k, 0),
+            top_k=0 if greedy else max(self.top_k, 0),  # -1 and 0 both mean: all tokens
             min_p=0.0 if greedy else self.min_p,
             repetition_penalty=self.repetition_penalty,
             logit_bias=tuple(self.logit_bias.items()),
@@ -210,7 +210,8 @@ class ChatMessage(RequestPart):
     @model_validator(mode="before")
     @classmethod
     def _given(cls, message: Any) -> Any:
-        # Clients send back what they received, such as `refusal: null`. A message with calls may have no content.
+        # Clients send back what they received, such as `refusal: null`: null is the same as a field that is not there.
+        # A message with calls may have no content.
         if not isinstance(message, Mapping):
             return message
         fields = {k: v for k, v in message.items() if v is not None}

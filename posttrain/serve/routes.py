@@ -56,8 +56,8 @@ class Server:
         self._intake.close()
 
     def app(self) -> web.Application:
-        # `_spoken` is the outer middleware, so it also writes the refusals of `_allowed`.
-        app = web.Application(middlewares=[_spoken, self._allowed], client_max_size=self.limits.body)
+        # `_refusals_as_json` is the outer middleware, so it also writes the refusals of `_allowed`.
+        app = web.Application(middlewares=[_refusals_as_json, self._allowed], client_max_size=self.limits.body)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{name:.+}", self._model)
@@ -142,6 +142,7 @@ class Server:
                 f"{self.answers} answers wait or are being written, and {count} more are too many; try again later",
                 status=429,
             )
+        # None in the queue ends a stream (`_stream`).
         queue: asyncio.Queue[Told | None] = asyncio.Queue()
         # The random numbers of an answer come from the seed and its place among the n, whatever other requests run.
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
@@ -154,7 +155,7 @@ class Server:
                     choice.told = lambda piece, c=choice: queue.put_nowait((c, piece))
                 choices.append(choice)
         shape = Shape(asked, s.words, f"{kind}-{secrets.token_hex(12)}", s.name, s.fingerprint, self._format(asked))
-        work = asyncio.create_task(self._say(choices, queue, asked.response_format))
+        work = asyncio.create_task(self._run_all(choices, queue, asked.response_format))
         self.running.add(work)
         self.answers += count
         try:
@@ -172,10 +173,10 @@ class Server:
             self.running.discard(work)
             self.answers -= count
 
-    async def _say(self, choices: list[Choice], queue: asyncio.Queue[Told | None], form: ResponseFormat) -> None:
+    async def _run_all(self, choices: list[Choice], queue: asyncio.Queue[Told | None], form: ResponseFormat) -> None:
         """Run all choices at once, each until it has the form. The first failure cancels the others and is raised."""
 
-        async def one(at: int) -> None:
+        async def run_one(at: int) -> None:
             # A greedy answer is drawn once, because it is the same every time.
             draws = 1 if choices[at].sampling.greedy else DRAWS
             for draw in range(draws):
@@ -191,7 +192,7 @@ class Server:
         try:
             async with asyncio.TaskGroup() as group:
                 for at in range(len(choices)):
-                    group.create_task(one(at))
+                    group.create_task(run_one(at))
         except* PosttrainError as many:
             cause: Any = many
             # Groups may be nested. The caller gets the first cause.
@@ -249,7 +250,7 @@ async def _done(work: asyncio.Task[None]) -> None:
 
 
 @web.middleware
-async def _spoken(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _refusals_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Middleware: answer every refusal as JSON, aiohttp's own included."""
     waits_for(request, "body")
     try:

@@ -46,13 +46,15 @@ class TextChunk:
 
 
 class Choice:
-    """Answer `index` to one prompt. `place`: the key of its random numbers."""
+    """One answer while it is generated: it takes the engine's tokens, and releases text that cannot change any more.
+    `index`: its number among the answers to the request. `place`: the key of its random numbers."""
 
     def __init__(self, index: int, ids: np.ndarray, sampling: Sampling, place: int, words: TokenText) -> None:
         self.index, self.prompt, self.sampling, self.place, self._words = index, ids, sampling, place, words
         self.whole = TextChunk()
         """All text released so far."""
         self.finish = ""
+        """OpenAI's word for why it ended, `stop` or `length`; '' until then."""
         self.told: Callable[[TextChunk], None] | None = None
         """Called with each released piece, for a stream; None without one."""
         self._decoder, self._stops = Decoder(words), Stops(sampling.stop)
@@ -152,7 +154,7 @@ Json = dict[str, Any]
 
 @dataclass
 class Shape:
-    """Writes the answers to one request."""
+    """Writes the answers to one request in OpenAI's JSON, whole or as the chunks of a stream."""
 
     request: GenerationRequest
     words: TokenText
@@ -293,6 +295,7 @@ class Shape:
             return f"token_id:{token}"
         raw = self.words.bytes(token)
         text = raw.decode(errors="replace")
+        # A token that really is U+FFFD has its bytes, and stays text.
         return "bytes:" + "".join(f"\\x{b:02x}" for b in raw) if HALF in text and HALF.encode() not in raw else text
 
 

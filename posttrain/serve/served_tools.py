@@ -65,7 +65,7 @@ class CalledFunction(RequestPart):
 
 
 class PastCall(RequestPart):
-    """A call in the history."""
+    """A call in an earlier message of the assistant, which the caller sends back."""
 
     id: str = Field(max_length=256)
     type: Literal["function"] = "function"
@@ -79,7 +79,7 @@ class PastCall(RequestPart):
 
 
 class ToolRequest(RequestPart):
-    """The fields of a request about tools. They are offered unless `tool_choice` is none."""
+    """The fields of a request about tools. The tools are offered unless `tool_choice` is none."""
 
     tools: list[ToolSpec] = Field(default=[], max_length=MOST_TOOLS)
     tool_choice: Any = None
@@ -132,7 +132,7 @@ AT_BEGIN = {
 
 @dataclass
 class ToolAnswer:
-    """One answer in a conversation with tools."""
+    """One answer in a conversation with tools: says which text can be sent already, and finds the calls at the end."""
 
     format: str
     text: str = ""

@@ -54,7 +54,7 @@ def benchmark(file: Path | str) -> tuple[str, list[Mapping[str, Any]]]:
         for i, x in enumerate(items, 1)
     ]
     # Either every item has a rubric or none has: a mixture would judge some answers by half of the text.
-    # `lacking`: the first item without one, counted from 1.
+    # `lacking`: the first item without one, counted from 1, so that 0 does not stand for none.
     lacking = next((i for i, x in enumerate(rows, 1) if not x.get("rubric")), None)
     if lacking is not None and (not shared or any("rubric" in x for x in rows)):
         raise DataError(f"{path}: item {lacking} has no rubric: give each item one, or the file alone")

@@ -31,8 +31,8 @@ def new_env(name: str, folder: Path | str = ".", kind: Shape = "env") -> tuple[P
     where NAME is not a name for a Python file, or one of the files exists."""
     files = {f"{name}.py": f"new_{kind}.txt", f"test_{name}.py": f"new_{kind}_test.txt"}
     rubric = {f"{name}.md": "new_dialog_rubric.txt"} if kind == "dialog" else {}
-    one, two, *_ = _write(name, folder, files | rubric)
-    return one, two
+    program, test, *_ = _write(name, folder, files | rubric)
+    return program, test
 
 
 def new_benchmark(name: str, file: Path | str, folder: Path | str = ".") -> list[Path]:
@@ -61,14 +61,15 @@ def new_reward(name: str, folder: Path | str = ".") -> tuple[Path, Path, Path]:
     """
     rows = [{"prompt": f"{a} + {b} =", "answer": str(a + b), "completion": str(a + b)} for a, b in EXAMPLES]
     files = {f"{name}.py": "new_reward.txt", f"test_{name}.py": "new_reward_test.txt"}
-    one, two = _write(name, folder, files, {f"{name}.jsonl": "".join(json.dumps(row) + "\n" for row in rows)})
-    return one, two, Path(folder) / f"{name}.jsonl"
+    program, test = _write(name, folder, files, {f"{name}.jsonl": "".join(json.dumps(row) + "\n" for row in rows)})
+    return program, test, Path(folder) / f"{name}.jsonl"
 
 
 def _write(
     name: str, folder: Path | str, templates: Mapping[str, str], texts: Mapping[str, str] | None = None
 ) -> list[Path]:
-    """The paths of the files made from templates. Nothing is written where one of the files exists."""
+    """Writes the files of `templates` (file -> template in `DATA`) and `texts` (file -> text); returns the paths of the
+    former. ConfigError, before anything is written, where a file exists or `name` cannot name a Python file."""
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
         raise ConfigError(
             f"{name!r} cannot name a Python file: use lower-case letters, digits and _, for example sort_letters"

@@ -27,6 +27,7 @@ def components(episodes: Sequence[Episode]) -> Gauges:
         for j in e.verdicts:
             judged += 1
             family = "failed" if j.verdict.state is State.FAILED else "verdict"
+            # A verdict without a kind adds 0. Names whose sum stays 0 get no gauge.
             kinds[f"{family}/{j.verdict.kind}"] += bool(j.verdict.kind)
             abstained[f"abstained/{j.source}"] += j.counts and j.verdict.state is State.ABSTAIN
             if j.counts and j.verdict.score is not None:
@@ -59,6 +60,7 @@ def _lengths(credit: Credit, experience: Experience) -> Gauge:
     # Over all that were asked: a ratio away from 1 shows that what is learned from was chosen by its length.
     mean = Gauge.of([e.spoken for g in experience.played for e in g.episodes if e.own]).mean
     lengths = [c.episode.spoken for c in trained if c.episode.own and not c.dropped]
+    # As (sum, count), so that the gauge's mean is their ratio.
     return Gauge(Gauge.of(lengths).mean, mean) if lengths and mean else Gauge(0, 0)
 
 
@@ -107,6 +109,7 @@ def rollout_gauges(experience: Experience, credit: Credit) -> Gauges:
         "rollout/refused": Gauge(refused, len(played)),
         # It is told beside refused groups although it may be 0 then, so that a reader can relate the two.
         **({"rollout/spare": Gauge(spare, len(played))} if refused or spare else {}),
+        # More than one promised version: the stage allows samples that are older than the learner (staleness).
         **ages(experience.behind(versions), len(experience.promised) - 1),
         **({"rollout/trained_length": _lengths(credit, experience)} if len(experience.promised) > 1 else {}),
         "credit/silent": Gauge.of([g.silent for g in credit.groups]),

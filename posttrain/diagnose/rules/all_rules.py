@@ -46,7 +46,7 @@ def _still(steps: Sequence[Step]) -> bool:
 
     A policy that is certain of every token, as under top_k=1, does not change, while its values may still learn.
     """
-    # Where it was not measured nothing is known, so it does not count as still.
+    # Where it was not measured nothing is known, so 1.0 stands for a change: such steps do not count as still.
     return not any(known(steps, "policy/kl_step") or (1.0,))
 
 
@@ -124,7 +124,7 @@ def tool_is_dead(history: Sequence[Step], stage: Stage) -> str:
     if len(recent) < CALLS:
         return ""
     names = {n.removeprefix("tools/failed/") for s in recent for n in s.clock if n.startswith("tools/failed/")}
-    # One call that succeeds, in any of these steps, is enough for silence.
+    # The clock has the share of a tool's calls that failed: 1 is all. One success in these steps is enough for silence.
     dead = sorted(n for n in names if all(s.clock.get(f"tools/failed/{n}", 0.0) >= 1 for s in recent))
     if not dead:
         return ""

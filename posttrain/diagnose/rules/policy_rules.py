@@ -183,6 +183,7 @@ def entropy_collapses(history: Sequence[Step], stage: Reinforce) -> str:
         return ""
     rewards = (average(first(history, "rollout/reward", 3)), average(last(history, "rollout/reward", 6)))
     grades = graded(history)
+    # `rewards` is (at first, now). Of grades `_half` is their spread and does not read its second argument.
     if broken(history) or (grades and rewards[1] > rewards[0] + 0.1 * _half(history, 0.0)):
         return ""
     outcome_words = f"the reward went from {reward_text(rewards[0])} to {reward_text(rewards[1])}"

@@ -89,7 +89,7 @@ def too_hard(history: Sequence[Step], stage: Reinforce) -> str:
     """For six steps at most 2 % of the answers are right, and nine in ten groups have no spread."""
     solved, silent = last(history, "rollout/solved", SAME), last(history, "credit/silent", SAME)
     cut = average(last(history, "rollout/truncated", SAME))
-    if not solved or not silent or average(solved) > HARD or average(silent) < 0.9 or _moved(history):
+    if not solved or not silent or average(solved) > HARD or average(silent) < 0.9 or _policy_at_fault(history):
         return ""
     rewards = last(history, "rollout/reward", SAME)
     # With most answers cut off the limit is at fault. A reward that moves has something to learn from.
@@ -122,7 +122,7 @@ def too_easy(history: Sequence[Step], stage: Reinforce) -> str:
     )
 
 
-def _moved(history: Sequence[Step]) -> bool:
+def _policy_at_fault(history: Sequence[Step]) -> bool:
     """Returns whether the policy was better at first, or a step broke it. Then tasks and limits are not at fault."""
     # A few right answers at the start show that the tasks can be solved.
     return broken(history) or average(known(history[:3], "rollout/solved")) > 3 * HARD
@@ -138,11 +138,11 @@ def cut_off_before_the_answer(history: Sequence[Step], stage: Reinforce) -> str:
     cut, solved = last(history, "rollout/truncated", 4), last(history, "rollout/solved", 4)
     silent = min(last(history, "credit/silent", 4), default=0.0)
     poor = silent >= 0.9 if graded(history) else max(solved, default=1) <= 0.05
-    # A special token in the middle of cut answers tells of a wrong stop id, which has a rule of its own.
+    # A special token in the middle of cut answers tells of a wrong stop id, which has its own rule (`never_stops`).
     if len(cut) < 4 or min(cut) < MOST_CUT or not poor or _past_an_end(history):
         return ""
     # Where answers were not cut off at first, the policy has grown longer, and the limit is not at fault.
-    if _moved(history) or average(known(history[:3], "rollout/truncated")) < 0.5 * MOST_CUT:
+    if _policy_at_fault(history) or average(known(history[:3], "rollout/truncated")) < 0.5 * MOST_CUT:
         return ""
     return (
         f"{cut[-1]:.0%} of the answers are cut off at max_tokens={stage.sampling.max_tokens} and"
@@ -266,8 +266,8 @@ def heldout_falls(history: Sequence[Step], stage: Stage) -> str:
         return ""
     (now, e_now), (best, e_best) = measured[-1], max(measured, key=lambda m: m[1].mean)
     tasks = min(e_now.count, e_best.count)
-    # The variance of one task. For a share m it is m (1 - m), with a floor: a measured share near 0 or 1 is less
-    # certain than the formula says.
+    # The variance of one task. For a share m it is m (1 - m), at most 0.25, with a floor: a measured share near 0 or 1
+    # is less certain than the formula says.
     task_variance = max(0.25 * min(1.0, 4 * e_best.mean * (1 - e_best.mean)), 0.02)
     if graded(history):
         # For grades the spread of a step's rewards is the best guess of it. Without one the error is infinite, and the
@@ -349,6 +349,7 @@ def causes(history: Sequence[Step], stage: Reinforce) -> list[str]:
             f"{gauges['credit/silent']:.0%} of the groups have no spread: {reason} ({remedy}, or {name}.siblings="
             f"{2 * stage.siblings})"
         )
+    # Healthy steps change the policy by 1e-4 to 1e-2 nats a token, and stay below 0.05 (`policy_rules`).
     if 0 < far < 20 * NEAR:
         reasons.append(f"a step changes the policy by only {far:.1g} nats a token ({better_lr(stage, far)})")
     if far > 0.05:

@@ -29,7 +29,7 @@ UNJUDGED = 0.05
 
 RULES: dict[str, Condition] = {}
 """Every rule by name. A condition returns '' where it does not hold. It gets the first steps of the stage and the last
-ones, in order."""
+ones, in order (`FIRST` and `KEPT` of `checks.stage_history`)."""
 
 
 def rule(condition: Condition) -> Condition:
@@ -86,7 +86,7 @@ def last(history: Sequence[Step], name: str, count: int) -> list[float]:
 
 
 def first(history: Sequence[Step], name: str, count: int) -> list[float]:
-    """The gauge's means in the first `count` steps of the stage; empty where one of them lacks it."""
+    """The gauge's means in the first `count` steps of the stage; empty where one of them is missing or lacks it."""
     means = known(history[:count], name)
     return means if len(means) == count and history[0].index == 1 else []
 
@@ -100,7 +100,8 @@ def scale(history: Sequence[Step], name: str, was: float) -> float:
     """Returns the size with which a change of this gauge is compared.
 
     For a share of right answers it is the earlier value `was`. Grades have no zero that means something, so for them it
-    is the standard deviation of single values: from the gauge NAME_std, or from the scatter of the steps' means.
+    is the standard deviation of single values: from the gauge NAME_std, or from the scatter of the steps' means. Of
+    grades in [0, 1] it is the smaller one of the two.
     """
     values = known(history, name)
     shares = all(0 <= x <= 1 for x in values)
@@ -145,7 +146,7 @@ class Trend:
     @property
     def sure(self) -> float:
         """The gain in standard errors."""
-        # Without scatter every change is sure.
+        # Without scatter every change is sure: infinity, with the sign of the gain.
         return self.gain / self.error if self.error > 0 else (0.0 if self.gain == 0 else float("inf") * self.gain)
 
     @property
@@ -164,7 +165,7 @@ def running(history: Sequence[Step]) -> list[Step]:
 
 
 def ends(values: Sequence[float], at: int, count: int) -> tuple[tuple[float, float], float]:
-    """The means of `count` values from `at` on and of the last `count`, and the standard error of their difference."""
+    """((mean of `count` values from `at` on, mean of the last `count`), standard error of their difference)."""
     # Each of the two means has the variance scatter / count.
     return (average(values[at : at + count]), average(values[-count:])), (scatter(values) * 2 / count) ** 0.5
 
@@ -185,5 +186,5 @@ def reward_text(x: float, error: float | None = None) -> str:
 
 
 def rounded(lr: float) -> str:
-    """A learning rate with one digit, as it is written on the command line."""
+    """A learning rate with one digit, as it is written on the command line: 3e-4, not Python's 3e-04."""
     return f"{lr:.0e}".replace("e-0", "e-").replace("e+00", "")

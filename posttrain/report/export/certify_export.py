@@ -66,6 +66,7 @@ class ExportedRun:
     ema: bool = False
     """Whether the moving averages of the weights are exported."""
     history: History = "append"
+    """How the run treats a chat template that changes earlier turns (`Model.history`); prompts are rendered so."""
 
 
 def check_memory(policy: Policy) -> int:
@@ -93,7 +94,7 @@ def certify(learner: HFLearner, exported: ExportedRun, written: Path) -> ExportC
     """Read a written directory back and compare it with the policy that it was written from.
 
     Args:
-        learner: it holds all that the checkpoint does: the value head too.
+        learner: holds the policy with all weights of the checkpoint, those of a value head too.
 
     Raises:
         DataError: it cannot be read back at all.
@@ -326,6 +327,7 @@ def _same_words(
 
 def _scored(ids: np.ndarray) -> Segment:
     """A sequence of which every token but the first is scored."""
+    # A segment must have log-probs and versions of its spoken tokens (zeros); a score reads neither.
     mask = np.arange(len(ids)) > 0
     return Segment(
         ids, mask, np.where(mask, 0, np.nan).astype(np.float32), np.where(mask, 0, -1).astype(np.int32), Sampling()
@@ -356,6 +358,7 @@ def _same_answers(
         of_answer = slice(at + len(start) - 1, at + len(start) - 1 + len(answer))
         at += len(start) + len(answer) - 1
         compared += len(answer)
+        # Nats by which the answer's token is less probable than the run's most probable one.
         behind = top.logp[of_answer, 0] - logp[of_answer]
         # Another token than the run's most probable one, and less probable by more than rounding explains, or by NaN.
         differs = (top.ids[of_answer, 0] != answer) & ~(np.abs(behind) <= bound)

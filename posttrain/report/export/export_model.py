@@ -103,7 +103,7 @@ def _reward_model(
     links: tuple[LineageLink, ...],
     stage: RewardModel,
 ) -> ExportCertificate:
-    """Write the reward model of a checkpoint."""
+    """Write the reward model of a checkpoint. `stage`: the one that trained it."""
     if choice.adapter:
         raise ConfigError(
             f"{source} holds a reward model, whose head is no part of an adapter: leave --adapter out, and it is merged"
@@ -114,6 +114,7 @@ def _reward_model(
         results = where(run_file(source).run, checkpoint.state).results
     agreement = next((r.agreement for r in reversed(results) if r.name == stage.name), None)
     (load_average if choice.ema else load_weights)(checkpoint.folder, HFLearner(policy))
+    # `write` fills it; `card`, which is called after it, reads it.
     forms: list[str] = []
 
     def write(staged: Path) -> ExportCertificate:

@@ -95,7 +95,7 @@ def sequences(policy: Policy) -> list[Segment]:
     out: list[Segment] = []
     for i in range(SEQUENCES):
         length = max(3, min(5 + 7 * i, policy.context))
-        # Spread over the vocabulary by a prime, and different in each sequence.
+        # Spread over the vocabulary by the prime 7919, and different in each sequence.
         ids = (np.arange(1 + i, 1 + i + length) * 7919 % rows).astype(np.int32)
         # No stop token inside: the head reads at the one at the end.
         ids[np.isin(ids, policy.stop_ids)] = (policy.stop_ids[0] + 1) % rows

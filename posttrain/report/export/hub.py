@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from posttrain.system.errors import ConfigError, DataError
 
 PREFIX = "hub:"
-# "me/my-model" or "my-model"
+# "me/my-model" or "my-model"; the hub allows 96 characters for each of the two parts
 REPOSITORY = re.compile(r"([\w-][\w.-]{0,95}/)?[\w-][\w.-]{0,95}")
 SECONDS = 4.0
 """How long the hub may take to be reached at all, before anything is written."""

@@ -132,7 +132,8 @@ def _held_out(folder: Path, run: Run, record: Sequence[Step], stage: Stage) -> H
         return None
     file = max(evaluations, key=lambda f: (names.index(f.stage), f.index))
     version = {(s.stage, s.index): s.version for s in record}
-    # An evaluation before the first step has no line in the record. It measured the weights that the stage began with.
+    # An evaluation before the first step has no line in the record. It measured the weights that the stage began with:
+    # those of the last step of the stage before it, or version 0 where the run began.
     measured = version.get((file.stage, file.index), version.get(_end_before(run, record, file.stage), 0))
     exported = version.get((stage.name, last), version.get(_end_before(run, record, stage.name), 0))
     figures, episodes = measurement(file), Counter(r.episode.task.id for r in read_episodes(file.path))

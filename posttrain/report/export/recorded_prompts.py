@@ -79,7 +79,7 @@ def recorded_answers(folder: Path, version: int) -> list[Segment]:
 def generated_prompts(tokenizer: Any, rows: int, context: int) -> list[ComparedPrompt]:
     """Prompts for a run without a record. Their ids are spread over the vocabulary, and are the same for every run."""
     length = max(1, min(GENERATED_TOKENS, context // 2))
-    # Multiples of a prime spread over the vocabulary.
+    # Multiples of the prime 7919 spread over the vocabulary.
     spread = (np.arange(1, MOST * length + 1) * 7919 % min(rows, len(tokenizer))).astype(np.int32)
     return [
         ComparedPrompt(f"generated {i}", str(tokenizer.decode(ids.tolist())), ids)
@@ -94,7 +94,7 @@ def rendered(tokenizer: Any, stop_ids: Sequence[int], history: History, prompt: 
     """
     try:
         return Renderer(tokenizer, stop_ids, None, history).prompt(prompt)
-    # A prompt that is too long says nothing about the tokenizer.
+    # A prompt that is too long says nothing about the tokenizer, so it is no text of a comparison.
     except LimitError:
         raise
     except DataError as error:

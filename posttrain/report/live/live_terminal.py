@@ -114,8 +114,9 @@ class Terminal:
         for note in self._once.new(step):
             self.say(f"  {noted(step, note)}")
         if self.roles is not None and self._draws and self._bar is None and step.index < total:
+            # Printing a note has closed the table, and the next step may take long: so it is drawn again. The stage is
+            # set again too, else the next step would open it anew (`_close`).
             self._stage = step.stage
-            # Printing a note has closed the table, and the next step may take long: so it is drawn again.
             self._draw(step)
 
     def say(self, line: str) -> None:
@@ -187,6 +188,7 @@ class Terminal:
         spent = time.monotonic() - self._begun
         if step.index > self._first and spent > 0 and self._tokens:
             words.append(f"{self._tokens / spent:,.0f} tokens/s")
+        # With a live line the table below it shows the roles.
         if self.roles is not None and self._bar is None:
             words.append(self.roles.line())
         return "  ".join(words)
