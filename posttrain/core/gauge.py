@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from posttrain.core.stop import Stop as Stop
 
 
 @dataclass(frozen=True)

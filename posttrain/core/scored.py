@@ -8,7 +8,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from posttrain.core.stop import Stop as Stop
 from posttrain.core.streams import ADVANTAGE, RETURN, Stream, Streamed
 from posttrain.core.types import Episode, Group
 from posttrain.system.errors import InvariantError

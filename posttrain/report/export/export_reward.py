@@ -98,7 +98,7 @@ def sequences(policy: Policy) -> list[Segment]:
         # Spread over the vocabulary by the prime 7919, and different in each sequence.
         ids = (np.arange(1 + i, 1 + i + length) * 7919 % rows).astype(np.int32)
         # No stop token inside: the head reads at the one at the end.
-        ids[np.isin(ids, policy.stop_ids)] = (policy.stop_ids[0] + 1) % rows
+        ids[np.isin(ids, policy.stop_ids)] = next(i for i in range(rows) if i not in policy.stop_ids)
         ids[-1] = policy.stop_ids[0]
         transcript = Transcript(READ)
         transcript.see(ids[: length // 2])
