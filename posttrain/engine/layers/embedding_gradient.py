@@ -99,7 +99,7 @@ class LookedUp(torch.autograd.Function):
 
 
 class LookUp:
-    """The look-up of a model's embedding.
+    """The look-up of a model's embedding: inside `looked_up` it is `LookedUp`, and `take` gives its weight to the head.
 
     Args:
         shared: whether the head reads the same weight.

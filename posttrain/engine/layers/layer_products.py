@@ -118,6 +118,7 @@ class Products(torch.autograd.Function):
         if trained:
             of_weights = dict(zip(trained, summed([flat[i] for i in trained], x.reshape(-1, x.shape[-1])), strict=True))
         if dx is not None:
+            # x may not have been kept. Every gradient has its leading axes.
             dx = dx.view(*next(g for g in grads if g is not None).shape[:-1], -1)
         return dx, *(of_kind.get(i) for i in range(len(grads)) for of_kind in (of_weights, of_biases))
 
