@@ -61,7 +61,8 @@ class Layer(ctypes.Structure):
 
 
 class Pass(ctypes.Structure):
-    """Addresses of the memory of one forward pass, the number N of its positions, and the floats `ld` between rows."""
+    """Addresses of the memory of one forward pass (`struct pass` of `decoder.c`), the number N of its positions, and
+    the floats `ld` between rows."""
 
     _fields_ = _fields("x normed qkv seen both inner heads cosine sine ids positions", "N ld")
 
@@ -240,7 +241,7 @@ def own_cache() -> Path | None:
 
 def _read_cached(library: Path) -> Kernels | None:
     """The kernels of a library in the cache; None where its digest differs, or where others could have written it."""
-    digest, kernels = library.with_suffix(".sha256"), ""
+    digest, kernels = library.with_suffix(".sha256"), ""  # a string: there are none
     with suppress(OSError):
         # Who can write the library can run code as this user, so its owner and rights are checked first.
         is_private = all(read_untrusted.private(path, stat.S_ISREG) for path in (library, digest))

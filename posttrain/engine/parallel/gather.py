@@ -113,7 +113,7 @@ def _read(part: Tensor, labels: list[_Label], rank: int) -> Iterator[Shard]:
     for label in labels:
         count = math.prod(label.sizes)
         if not label.sent and (count or rank > 0):
-            continue  # sent by rank 0, or no part of this weight here
+            continue  # sent by rank 0, or no part of this weight here; an empty weight is rank 0's alone
         raw = part[at : at + count * label.dtype.itemsize]
         if label.sizes == label.shape:
             raw = raw.clone()  # nobody copies a weight that comes in one part
