@@ -53,7 +53,8 @@ class Sizes(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """Addresses of a layer's weights; None where the layer has no such bias or norm."""
+    """Addresses of a layer's weights; None where the layer has no such bias or norm. `before` and `after` are the norms
+    before attention and after it, `before_eps` and `after_eps` their epsilons."""
 
     _fields_ = _fields(
         "before qkv qkv_bias q_norm k_norm out out_bias after gate_up down", floats="before_eps head_eps after_eps"

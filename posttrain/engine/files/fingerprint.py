@@ -115,7 +115,8 @@ def _row_sums(tensor: Tensor, spot: Spot | None) -> Tensor:
 def _sums(words: Tensor, weights: Tensor) -> Tensor:
     """int64 [R, n <= ROW] -> [2 R]. The second sum is over the high half of each word: in the first one the top bit
     contributes 2**63 whatever its weight, so an even number of flipped signs would cancel."""
-    # The second sum takes the weights from the end of the vector, so that it is no function of the first.
+    # For a tail the second sum takes the weights from the end of the vector, so that it is no function of the first.
+    # For a full row both sums have the same weights.
     rows, n = words.shape
     # The compiled kernels, where there are any, read each word once for both sums. int64 wraps around in both forms, so
     # the bits are the same.

@@ -56,7 +56,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ W.T + b of float32 numbers on the CPU, without a gradient: [N, E] and [F, E] -> [N, F]."""
     if not _takes_one_dnn(x):
         return F.linear(x, weight, bias)
-    # This operation has no derivative, so callers are outside of autograd, or write the backward pass themselves.
+    # This operation has no derivative, so callers are outside of autograd, or write the backward pass themselves. It
+    # could apply a function to the product: "none".
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 

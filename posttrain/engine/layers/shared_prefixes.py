@@ -56,7 +56,7 @@ class Sharing:
         self._out, self.on, self.proved, self._every = out, on, False, every
         self._kernels: KernelChoice = kernels
         self.computed = 0
-        """Positions of all calls of `hidden` so far, without those that sharing saved."""
+        """Positions of all calls of `hidden` so far, without those that sharing saved; those that were cut count."""
 
     def hidden(self, packed: Packed, at: np.ndarray | None = None, routing: PackedRouting | None = None) -> Tensor:
         """[M, H]: the hidden state that predicts each spoken token; with `at` those at these packed positions.

@@ -101,6 +101,7 @@ class Policy:
         return iter(tensors)
 
     def clone(self) -> Policy:
+        """The same policy with a copy of all weights."""
         return replace(self, module=copy.deepcopy(self.module))
 
     def twin(self) -> Policy:

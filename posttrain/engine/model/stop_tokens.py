@@ -52,8 +52,8 @@ def resolve_stops(tokenizer: PreTrainedTokenizerFast, config: Any) -> tuple[int,
 def turn_end(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> list[str]:
     """Returns notes about stop tokens that the tokenizer or the chat template contradicts.
 
-    A stop id that only the model lists gets one where the tokenizer does not know it as a special token, or knows it as
-    its BOS or unknown token; the chat template, where it ends an assistant's turn without a stop token.
+    There is a note about a stop id that only the model lists and that is no special token of the tokenizer, or is its
+    BOS or unknown token. And there is one about a chat template that ends an assistant's turn without a stop token.
     """
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     notes = [
