@@ -242,7 +242,7 @@ def own_cache() -> Path | None:
 
 def _read_cached(library: Path) -> Kernels | None:
     """The kernels of a library in the cache; None where its digest differs, or where others could have written it."""
-    digest, kernels = library.with_suffix(".sha256"), ""  # a string: there are none
+    digest, kernels = library.with_suffix(".sha256"), ""  # a string stands for no kernels
     with suppress(OSError):
         # Who can write the library can run code as this user, so its owner and rights are checked first.
         is_private = all(read_untrusted.private(path, stat.S_ISREG) for path in (library, digest))

@@ -27,8 +27,8 @@ BLOCK = 64
 class Spot:
     """Some rows of every tensor, drawn by a number that both sides know, such as the version.
 
-    It finds a tensor that is of another version. One of which half is of another version it finds with a probability of
-    1 - 2**-rows, and a single wrong word only in a row that was drawn. Each number draws other rows.
+    It finds a tensor that is of another version. Where only half of a tensor is, it finds that with a probability of
+    1 - 2**-rows. It does not find a single wrong word in a row that was not drawn. Each number draws other rows.
     """
 
     number: int

@@ -105,7 +105,7 @@ class _Writer:
 
 
 class _Reader(_Writer):
-    """Stands in place of torch's unpickler, and is made as the writer is. EngineError where the signature is wrong."""
+    """Stands in place of torch's unpickler, with a key and a file too. EngineError where the signature is wrong."""
 
     def load(self) -> Any:
         with self._file.getbuffer() as data:
