@@ -236,7 +236,7 @@ def own_cache() -> Path | None:
         folder = base.resolve() / "posttrain"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return folder if read_untrusted.private(folder, stat.S_ISDIR) else None
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError):  # RuntimeError: there is no home folder
         return None
 
 

@@ -174,7 +174,7 @@ def why_not(module: PreTrainedModel) -> str:
 
 
 def _candidates(module: PreTrainedModel) -> Iterator[tuple[str, Any]]:
-    """The modules that choose experts, in the order of the layers."""
+    """The modules that choose experts, each inside of another module, in the order of the layers."""
     for name, part in module.named_modules():
         if "Router" in type(part).__name__ and isinstance(getattr(part, "weight", None), Tensor) and "." in name:
             yield name, part

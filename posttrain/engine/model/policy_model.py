@@ -387,7 +387,7 @@ def _device(name: str) -> torch.device:
     try:
         # Only an allocation shows whether the device is there, and whether it has float64.
         return torch.empty(0, device=name, dtype=torch.float64).device
-    except (RuntimeError, AssertionError, TypeError, ValueError) as error:
+    except (RuntimeError, AssertionError, TypeError, ValueError) as error:  # what torch raises differs by device
         # torch then lists all of its operators, which says less than this reason.
         not_built = isinstance(error, NotImplementedError)
         reason = "torch is built without it" if not_built else first_line(error)
