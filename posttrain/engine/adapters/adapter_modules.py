@@ -46,7 +46,7 @@ def attach(module: PreTrainedModel, lora: Lora, seed: int) -> None:
 
     module.requires_grad_(False)
     # Before PEFT comes in: afterwards its own matrices A and B are linear layers of the module too.
-    every, names = _linear(module), linear_names(module)
+    full_names, names = _linear(module), linear_names(module)
     # torch.manual_seed seeds every device. None puts back the generators of all of them.
     with torch.random.fork_rng(devices=[] if module.device.type == "cpu" else None):
         torch.manual_seed(seed)
@@ -60,7 +60,7 @@ def attach(module: PreTrainedModel, lora: Lora, seed: int) -> None:
     # PEFT's ParamWrapper is an adapter over a bare parameter, the form in which experts are stored: it is refused.
     # Under all-linear a linear layer that got no adapter is refused as well, because the setting promises all layers.
     kinds = {n: type(layer).__name__ for n, layer in layers(module).items()}
-    without_adapter = [n for n in every if n not in kinds] if lora.targets == (ALL_LINEAR,) else []
+    without_adapter = [n for n in full_names if n not in kinds] if lora.targets == (ALL_LINEAR,) else []
     if refused := [n for n, kind in kinds.items() if kind == "ParamWrapper"] or without_adapter:
         fit = dict.fromkeys(n.rpartition(".")[2] for n in kinds if n not in refused)
         raise ConfigError(
@@ -88,8 +88,8 @@ def _config(lora: Lora, module: PreTrainedModel) -> Any:
     # A parameter of 3 dimensions holds the experts of a mixture. By its word for all linear layers PEFT would put
     # adapters on experts and routers too, so the linear layers are listed, by full names.
     mixture = any(p.ndim == 3 for p in module.parameters())
-    every: str | list[str] = _linear(module) if mixture else ALL_LINEAR
-    targets = every if lora.targets == (ALL_LINEAR,) else list(lora.targets)
+    all_layers: str | list[str] = _linear(module) if mixture else ALL_LINEAR
+    targets = all_layers if lora.targets == (ALL_LINEAR,) else list(lora.targets)
     return LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # PEFT computes alpha / r with any number

@@ -88,7 +88,7 @@ class Nf4Linear(QuantisedLinear):
         tensor: Any = to_nf4(layer.weight.detach().contiguous(), NF4_BLOCK, blocks)
         # torchao's weight is a tensor subclass. Its parts become plain parameters, which fingerprints, safetensors and
         # copies between devices can read (`_nf4_tensor`).
-        self._names, self._kind = tensor.__tensor_flatten__()
+        self._names, self._context = tensor.__tensor_flatten__()
         for name in self._names:
             part = getattr(tensor, name).clone(memory_format=torch.contiguous_format)
             parameter = nn.Parameter(part, requires_grad=False)
@@ -121,7 +121,7 @@ class Nf4Linear(QuantisedLinear):
         from torchao.quantization import NF4Tensor
 
         parts = {n: getattr(self, "weight" if n == "quantized_data" else n).detach() for n in self._names}
-        return NF4Tensor.__tensor_unflatten__(parts, self._kind, None, None)
+        return NF4Tensor.__tensor_unflatten__(parts, self._context, None, None)
 
 
 class _Product(torch.autograd.Function):
@@ -214,17 +214,17 @@ def make_float(module: nn.Module, dtype: torch.dtype) -> None:
 def saved_bytes(module: nn.Module, dtype: torch.dtype) -> tuple[int, int]:
     """(bytes that its quantised layers take, bytes that they would take in `dtype`), without biases."""
     parts = [part for part in module.modules() if isinstance(part, QuantisedLinear)]
-    held = sum(t.nbytes for p in parts for n, t in p.named_parameters() if n != "bias")
-    return held, sum(p.in_features * p.out_features * dtype.itemsize for p in parts)
+    in_few_bits = sum(t.nbytes for p in parts for n, t in p.named_parameters() if n != "bias")
+    return in_few_bits, sum(p.in_features * p.out_features * dtype.itemsize for p in parts)
 
 
 def weights_of(module: nn.Module) -> int:
     """Number of weights, ties counted once, and quantised ones as what they stand for."""
-    few = [part for part in module.modules() if isinstance(part, QuantisedLinear)]
+    quantised = [part for part in module.modules() if isinstance(part, QuantisedLinear)]
     # nf4 holds two weights in a byte, and scales are no weights.
-    few_ids = {id(p) for part in few for n, p in part.named_parameters() if n != "bias"}
-    plain = sum(p.numel() for p in module.parameters() if id(p) not in few_ids)
-    return plain + sum(part.in_features * part.out_features for part in few)
+    quantised_ids = {id(p) for part in quantised for n, p in part.named_parameters() if n != "bias"}
+    plain = sum(p.numel() for p in module.parameters() if id(p) not in quantised_ids)
+    return plain + sum(part.in_features * part.out_features for part in quantised)
 
 
 def put(module: nn.Module, name: str, layer: nn.Module) -> None:

@@ -131,7 +131,8 @@ def load_saved(policy: Policy, saved: SavedAdapter) -> None:
 
 
 def written_name(name: str) -> str:
-    """The name under which PEFT writes an adapter's tensor: without the adapter's own name."""
+    """The name under which PEFT writes an adapter's tensor: without the adapter's own name, and for the magnitudes of
+    DoRA without `.weight` too."""
     return name.removesuffix(".default.weight") if "lora_magnitude_vector" in name else name.replace(".default.", ".")
 
 

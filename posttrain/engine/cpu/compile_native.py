@@ -53,7 +53,8 @@ class Sizes(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """Addresses of a layer's weights; None where the layer has no such bias or norm."""
+    """Addresses of a layer's weights; None where the layer has no such bias or norm. `before` and `after` are the norms
+    before attention and after it, `before_eps` and `after_eps` their epsilons."""
 
     _fields_ = _fields(
         "before qkv qkv_bias q_norm k_norm out out_bias after gate_up down", floats="before_eps head_eps after_eps"
@@ -61,7 +62,8 @@ class Layer(ctypes.Structure):
 
 
 class Pass(ctypes.Structure):
-    """Addresses of the memory of one forward pass, the number N of its positions, and the floats `ld` between rows."""
+    """Addresses of the memory of one forward pass (`struct pass` of `decoder.c`), the number N of its positions, and
+    the floats `ld` between rows."""
 
     _fields_ = _fields("x normed qkv seen both inner heads cosine sine ids positions", "N ld")
 
@@ -234,13 +236,13 @@ def own_cache() -> Path | None:
         folder = base.resolve() / "posttrain"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return folder if read_untrusted.private(folder, stat.S_ISDIR) else None
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError):  # RuntimeError: there is no home folder
         return None
 
 
 def _read_cached(library: Path) -> Kernels | None:
     """The kernels of a library in the cache; None where its digest differs, or where others could have written it."""
-    digest, kernels = library.with_suffix(".sha256"), ""
+    digest, kernels = library.with_suffix(".sha256"), ""  # a string stands for no kernels
     with suppress(OSError):
         # Who can write the library can run code as this user, so its owner and rights are checked first.
         is_private = all(read_untrusted.private(path, stat.S_ISREG) for path in (library, digest))

@@ -14,7 +14,7 @@ from posttrain.engine.model.architecture_kinds import keeps_state
 from posttrain.system import read_untrusted
 from posttrain.system.errors import ConfigError, DataError
 
-READ = (".json", ".jinja", ".txt", ".model", ".safetensors", ".bin")
+READ = (".json", ".jinja", ".txt", ".model", ".safetensors", ".bin")  # endings of files that a loader may read
 INDEX = ".index.json"
 """Ending of the files that say in which file each weight is."""
 LARGEST = {

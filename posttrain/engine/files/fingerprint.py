@@ -27,8 +27,8 @@ BLOCK = 64
 class Spot:
     """Some rows of every tensor, drawn by a number that both sides know, such as the version.
 
-    It finds a tensor that is of another version, and half of one with a probability of 1 - 2**-rows; it does not find a
-    single wrong word in a row that was not drawn. Each number draws other rows.
+    It finds a tensor that is of another version. Where only half of a tensor is, it finds that with a probability of
+    1 - 2**-rows. It does not find a single wrong word in a row that was not drawn. Each number draws other rows.
     """
 
     number: int
@@ -65,12 +65,12 @@ def fingerprints(tensors: Iterable[tuple[str, Tensor]], spot: Spot | None = None
     """The digest of every tensor by name, to find which one is stale. Reads from the device once, at the end. With a
     `spot` the digests are of its rows alone, and equal to those of the same spot only."""
     sums: dict[str, Tensor] = {}
-    heads: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for name, tensor in tensors:
         if name in sums:
             raise InvariantError(f"tensor {name!r} is listed twice: a fingerprint needs every name once")
         # Bits alone would not tell a tensor from its transposed or recast form, nor the rows of one spot from others.
-        heads[name] = f"{tensor.dtype!s} {tuple(tensor.shape)} {'' if spot is None else spot}"
+        descriptions[name] = f"{tensor.dtype!s} {tuple(tensor.shape)} {'' if spot is None else spot}"
         sums[name] = _row_sums(tensor, spot)
     if not sums:
         return {}
@@ -85,7 +85,7 @@ def fingerprints(tensors: Iterable[tuple[str, Tensor]], spot: Spot | None = None
     for name, s in sums.items():
         rows = by_device[s.device][at[s.device] : at[s.device] + len(s)]
         at[s.device] += len(s)
-        out[name] = hashlib.blake2b(heads[name].encode() + rows.numpy().tobytes(), digest_size=16).hexdigest()
+        out[name] = hashlib.blake2b(descriptions[name].encode() + rows.numpy().tobytes(), digest_size=16).hexdigest()
     return out
 
 
@@ -115,7 +115,8 @@ def _row_sums(tensor: Tensor, spot: Spot | None) -> Tensor:
 def _sums(words: Tensor, weights: Tensor) -> Tensor:
     """int64 [R, n <= ROW] -> [2 R]. The second sum is over the high half of each word: in the first one the top bit
     contributes 2**63 whatever its weight, so an even number of flipped signs would cancel."""
-    # The second sum takes the weights from the end of the vector, so that it is no function of the first.
+    # For a tail the second sum takes the weights from the end of the vector, so that it is no function of the first.
+    # For a full row both sums have the same weights.
     rows, n = words.shape
     # The compiled kernels, where there are any, read each word once for both sums. int64 wraps around in both forms, so
     # the bits are the same.

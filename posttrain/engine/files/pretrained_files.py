@@ -30,6 +30,7 @@ def read_pretrained(
     path: str, dtype: torch.dtype, trust_remote_code: bool, kind: Any = AutoModelForCausalLM
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, list[str]]:
     """(module on CPU with attention "posttrain", tokenizer, notes for people), from a local directory or a hub id.
+    `kind`: the class of transformers that builds the module, for a causal LM or a sequence classifier.
 
     Nothing is downloaded where `path` is a directory. Missing weights are refused; transformers would
     initialize them randomly.

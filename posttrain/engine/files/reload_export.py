@@ -76,8 +76,8 @@ class ReloadedModel:
         logits: Tensor = self.module(input_ids=input_ids, use_cache=False).logits[0, :-1]
         parts = [
             # In parts of 64 positions, so that the float64 copy is [64, V] and not [T, V].
-            torch.log_softmax(part.double(), -1).gather(-1, at[:, None])[:, 0]
-            for part, at in zip(logits.split(64), input_ids[0, 1:].split(64), strict=True)
+            torch.log_softmax(part.double(), -1).gather(-1, targets[:, None])[:, 0]
+            for part, targets in zip(logits.split(64), input_ids[0, 1:].split(64), strict=True)
         ]
         return torch.cat(parts).cpu().numpy()
 

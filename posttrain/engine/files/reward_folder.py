@@ -142,6 +142,7 @@ def read_reward_model(path: str, model: Model, most: int | None = None) -> Polic
 
 
 def _with_head(policy: Policy, folder: Path) -> Policy:
+    """The policy with the reward head that lies beside its model in `folder`. DataError where the head is damaged."""
     data = read_object(folder / SHAPE, LARGEST_SHAPE)
     try:
         shape = dataclass_json.from_plain(HeadShape, data)
@@ -161,6 +162,7 @@ def _with_head(policy: Policy, folder: Path) -> Policy:
 
 
 def _new_head(policy: Policy, shape: HeadShape, blank: int | None = None) -> RewardHead:
+    """A head for this policy's hidden states; its numbers are loaded afterwards. `blank`: see `RewardHead`."""
     width = read_out(policy.module).weight.shape[1]
     return RewardHead(shape, width, dtype=logit_dtype(policy.dtype), device=policy.device, blank=blank)
 

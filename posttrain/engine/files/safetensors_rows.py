@@ -103,6 +103,6 @@ class RowFiles:
         """The name under which a file holds this weight: its own without PEFT's `base_layer`, or that of a tied weight,
         which save_pretrained writes once, under any one of its names. None where no file has it."""
         plain = name.replace(".base_layer.", ".")
-        tied: Any = getattr(module, "all_tied_weights_keys", None) or {}
+        tied: Any = getattr(module, "all_tied_weights_keys", None) or {}  # name -> another name of that weight
         names = [plain, *(a for pair in tied.items() for a in pair if plain in pair)]
         return next((n for n in names if n in self._file_of), None)

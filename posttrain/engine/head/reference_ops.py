@@ -38,7 +38,8 @@ def head(
     want_entropy: bool,
     tile: object,
 ) -> tuple[Tensor, Tensor]:
-    """(log-prob of each target, entropy) [M] over all logits [M, V] at once, differentiated by autograd."""
+    """(log-prob of each target, entropy) [M] over all logits [M, V] at once, differentiated by autograd. `tile` is not
+    read: it is there because all forms of an operation take the same arguments."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
     z = transform.scores(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), 0)
     logp, outside = z.log_softmax(1), transform.outside(z)

@@ -153,8 +153,8 @@ class RunningSoftmax:
         old, new = self.most[rows], torch.maximum(self.most[rows], most)
         old_factor, block_factor = torch.exp(old - new), torch.exp(most - new)
         if self.spread is not None and spread is not None:
-            own, of_block = self.spread[rows] + (old - new) * self.mass[rows], spread + (most - new) * mass
-            self.spread[rows] = old_factor * own + block_factor * of_block
+            earlier, of_block = self.spread[rows] + (old - new) * self.mass[rows], spread + (most - new) * mass
+            self.spread[rows] = old_factor * earlier + block_factor * of_block
         self.mass[rows] = old_factor * self.mass[rows] + block_factor * mass
         self.most[rows] = new
 

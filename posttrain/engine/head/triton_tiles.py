@@ -40,13 +40,13 @@ def _fold_rows(z, most, mass, spread, width, stride, LOWEST: tl.constexpr, SPREA
     for first in range(COLUMNS, width, COLUMNS):
         x = tl.load(z + row * stride + first + columns, mask=first + columns < width, other=float("-inf"))
         new = tl.maximum(tl.max(x, 0), m)
-        was = tl.exp(m - new)
+        old_factor = tl.exp(m - new)
         q = x - new
         p = tl.exp(q)
         if SPREAD:
             # U before S, because it reads the old S; see `RunningSoftmax.add`.
-            u = was * (u + (m - new) * s) + tl.sum(tl.where(q == float("-inf"), 0.0, p * q), 0)
-        s = was * s + tl.sum(p, 0)
+            u = old_factor * (u + (m - new) * s) + tl.sum(tl.where(q == float("-inf"), 0.0, p * q), 0)
+        s = old_factor * s + tl.sum(p, 0)
         m = new
     tl.store(most + row, m)
     tl.store(mass + row, s)

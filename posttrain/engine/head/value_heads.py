@@ -22,7 +22,8 @@ REWARD_HEAD = "reward_head"
 
 
 class RewardHead(nn.Module):
-    """Linear layers without bias on hidden states.
+    """The head of a reward model: linear layers without bias on hidden states. `places` says where it reads, `read`
+    makes the scores of those states.
 
     Its weights begin as normal numbers of variance 1 / (H + 1) (2009.01325), drawn by `seed` alone.
 

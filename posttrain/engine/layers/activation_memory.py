@@ -52,7 +52,7 @@ def keep_less(module: Any, setting: Checkpointing) -> None:
             " installed. Set it to none, or install a newer one (vLLM 0.32 asks for an older one: sample with"
             " another engine, or with a vLLM server)"
         )
-    contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _kept)} if setting == "selective" else {}
+    contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _decide)} if setting == "selective" else {}
     try:
         module.activation_checkpointing_enable({"use_reentrant": False, **contexts})
         # Only reentrant checkpoints need inputs with gradients, and the fused decoder takes no model with hooks.
@@ -72,8 +72,8 @@ def _products() -> frozenset[Any]:
     return frozenset(op.default for op in operations if op is not None)
 
 
-def _kept(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The policy of selective checkpointing: whether the result of `op` is kept or computed again."""
+def _decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Decides for selective checkpointing whether the result of `op` is kept or computed again."""
     return CheckpointPolicy.MUST_SAVE if op in _products() else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -92,6 +92,6 @@ def _move_to_cpu(x: Tensor) -> Tensor | tuple[torch.device, Tensor]:
     return x.device, on_cpu.copy_(x)
 
 
-def _move_back(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+def _move_back(saved: Tensor | tuple[torch.device, Tensor]) -> Tensor:
     """The tensor that `_move_to_cpu` took, on its device again."""
-    return kept if isinstance(kept, Tensor) else kept[1].to(kept[0], non_blocking=True)
+    return saved if isinstance(saved, Tensor) else saved[1].to(saved[0], non_blocking=True)

@@ -225,8 +225,9 @@ class CollectRows(torch.autograd.Function):
 
 
 class RunsLayout:
-    """A layout whose positions lie in runs. `by_runs`: compiled code reads the runs as they lie. `by_buckets`: runs of
-    similar length are padded and computed by one call of dense attention; it also serves scores with a soft-cap."""
+    """A layout whose positions lie in runs (`packed_attention`), such as segments. `by_runs`: compiled code reads the
+    runs as they lie. `by_buckets`: runs of similar length are padded and computed by one call of dense attention; it
+    also serves scores with a soft-cap."""
 
     routing: Any = None
     """The `expert_routing.Routing` of the pass; None: routers do what they do in transformers."""
@@ -264,7 +265,8 @@ class RunsLayout:
         return kernel("packed_attention", query.device, query.dtype, self._kernels).function(self, call)
 
     def _mask(self, longest: int, deep: int, window: int | None, device: torch.device) -> Tensor | None:
-        """bool [L, A + L]: key j, at depth j, is seen by query i, at depth A + i; None: plainly causal."""
+        """bool [L, A + L], with A = `deep` positions above each run: whether query i, at depth A + i, sees key j, at
+        depth j. None: plainly causal."""
         window = window if window is not None and window < deep + longest else None
         if not deep and window is None:
             return None
@@ -295,7 +297,7 @@ class PackedLayout(RunsLayout):
         self._lengths_S, self._groups = lengths_S, buckets(lengths_S, waste)
         self.shapes = [(len(group), int(lengths_S[group[0]])) for group in self._groups]
         """(B, L) of each bucket."""
-        # Made by the first layer that asks for them. Compiled code asks for neither.
+        # Made by the first layer that attends by buckets, once for each device.
         self._placed: dict[torch.device, tuple[Tensor, Tensor] | None] = {}
 
     @cached_property

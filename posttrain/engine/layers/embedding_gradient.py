@@ -88,7 +88,7 @@ class LookedUp(torch.autograd.Function):
         read_ids, place = torch.unique(ids, return_inverse=True)
         if of_weight is None and len(read_ids) * PART > ctx.shape[0]:
             return _whole(of_rows, ids, ctx.shape, ctx.padding), None, None, None
-        rows = torch.ops.aten.embedding_dense_backward(of_rows, place, len(read_ids), -1, False)
+        rows = torch.ops.aten.embedding_dense_backward(of_rows, place, len(read_ids), -1, False)  # -1: no padding
         if ctx.padding is not None:
             rows.masked_fill_((read_ids == ctx.padding)[:, None], 0)
         if of_weight is None:
@@ -99,7 +99,7 @@ class LookedUp(torch.autograd.Function):
 
 
 class LookUp:
-    """The look-up of a model's embedding.
+    """The look-up of a model's embedding: inside `looked_up` it is `LookedUp`, and `take` gives its weight to the head.
 
     Args:
         shared: whether the head reads the same weight.

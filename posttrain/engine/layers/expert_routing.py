@@ -108,9 +108,9 @@ class Routing:
 
 def following(passes: Sequence[Routing]) -> Routing | None:
     """The choices that these passes made, for one pass over their tokens. None where they had no router."""
-    if not all(one.used for one in passes):
+    if not all(routing.used for routing in passes):
         return None
-    return Routing(torch.cat([one.stacked(one.used) for one in passes]), True)
+    return Routing(torch.cat([routing.stacked(routing.used) for routing in passes]), True)
 
 
 def _hook(module: nn.Module, args: Any, output: Any) -> Any:
@@ -149,6 +149,7 @@ def routers_of(module: PreTrainedModel) -> RouterModules | None:
     stacked = tuple(
         tuple(names[id(p)] for p in parent.parameters() if p.ndim == 3 and p.shape[0] == experts) for parent in parents
     )
+    # A weight that is no parameter is named after its module.
     gates = tuple(names.get(id(router.weight), f"{name}.weight") for name, router in routers)
     return RouterModules(experts, gates, stacked, bool(normalised))
 
@@ -173,7 +174,7 @@ def why_not(module: PreTrainedModel) -> str:
 
 
 def _candidates(module: PreTrainedModel) -> Iterator[tuple[str, Any]]:
-    """The modules that choose experts, in the order of the layers."""
+    """The modules that choose experts, each inside of another module, in the order of the layers."""
     for name, part in module.named_modules():
         if "Router" in type(part).__name__ and isinstance(getattr(part, "weight", None), Tensor) and "." in name:
             yield name, part

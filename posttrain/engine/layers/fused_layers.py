@@ -200,7 +200,7 @@ own: they may have an adapter, or be quantised."""
 
 @dataclass(frozen=True, eq=False)
 class FusedReadOut(ReadOut):
-    """A read-out whose layers run with these methods."""
+    """A read-out whose layers run with `methods`: parts of layers, each with the forward that stands in for its own."""
 
     methods: tuple[tuple[nn.Module, MethodType], ...] = ()
 

@@ -56,7 +56,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ W.T + b of float32 numbers on the CPU, without a gradient: [N, E] and [F, E] -> [N, F]."""
     if not _takes_one_dnn(x):
         return F.linear(x, weight, bias)
-    # This operation has no derivative, so callers are outside of autograd, or write the backward pass themselves.
+    # This operation has no derivative, so callers are outside of autograd, or write the backward pass themselves. It
+    # could apply a function to the product: "none".
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
@@ -118,6 +119,7 @@ class Products(torch.autograd.Function):
         if trained:
             of_weights = dict(zip(trained, summed([flat[i] for i in trained], x.reshape(-1, x.shape[-1])), strict=True))
         if dx is not None:
+            # x may not have been kept. Every gradient has its leading axes.
             dx = dx.view(*next(g for g in grads if g is not None).shape[:-1], -1)
         return dx, *(of_kind.get(i) for i in range(len(grads)) for of_kind in (of_weights, of_biases))
 

@@ -138,6 +138,7 @@ def _prove(heads: int, kv_heads: int, width: int, out_width: int, windowed: bool
     sees = torch.zeros(count, count, dtype=torch.bool)
     for s, n, a in zip(start.tolist(), length.tolist(), above, strict=True):
         for i in range(n):
+            # All positions above the run, then those of the run up to itself; a window keeps the last of these.
             sees[s + i, [*a.tolist(), *range(s, s + i + 1)][-(window or count) :]] = True
     generator, scaling = torch.Generator().manual_seed(0), width**-0.5
     sizes = (heads, width), (kv_heads, width), (kv_heads, out_width), (heads, out_width)

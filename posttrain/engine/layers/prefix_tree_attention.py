@@ -282,9 +282,9 @@ class TreeLayout(RunsLayout):
         for run in self._runs:
             by_depth.setdefault(len(run.above), []).append(run)
         out: list[_Bucket] = []
-        for _, same in sorted(by_depth.items()):
-            chosen = buckets(np.array([r.length for r in same]), self._waste)
-            out += [_Bucket.of([same[i] for i in at]) for at in chosen]
+        for _, equally_deep in sorted(by_depth.items()):
+            groups = buckets(np.array([r.length for r in equally_deep]), self._waste)
+            out += [_Bucket.of([equally_deep[i] for i in group]) for group in groups]
         return out
 
     def by_buckets(self, call: AttentionCall) -> Tensor:

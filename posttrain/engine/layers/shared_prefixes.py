@@ -56,7 +56,7 @@ class Sharing:
         self._out, self.on, self.proved, self._every = out, on, False, every
         self._kernels: KernelChoice = kernels
         self.computed = 0
-        """Positions of all calls of `hidden` so far, without those that sharing saved."""
+        """Positions of all calls of `hidden` so far, without those that sharing saved; those that were cut count."""
 
     def hidden(self, packed: Packed, at: np.ndarray | None = None, routing: PackedRouting | None = None) -> Tensor:
         """[M, H]: the hidden state that predicts each spoken token; with `at` those at these packed positions.
@@ -156,7 +156,8 @@ class Sharing:
     @torch.no_grad()
     def _choices(self, ids: np.ndarray, lengths: np.ndarray, tree: SharedTree) -> tuple[Routing | None, Routing | None]:
         """The experts that both passes of the proof follow, so that rounding decides none of them: for the pass that
-        computes a shared beginning once, and for the other one; None where there is no router."""
+        computes a shared beginning once, which also keeps the routers' scores, and for the other one; None where there
+        is no router."""
         recorded = Routing()
         self._plain(ids, lengths, None, recorded)
         if not recorded.used:
@@ -175,8 +176,8 @@ def _until_read(
     is read is left out, and `at_M` is numbered anew. Where nothing is read at all, nothing is cut."""
     if not len(at_M):
         return ids_N, lengths_S, at_M
-    # kept_S is how much of each segment is needed: up to its last
-    # read position. Places then shift by what was cut before them.
+    # kept_S is how much of each segment is needed: up to its last read position. The new number of a place is how many
+    # places before it were kept.
     starts, segment_N = np.cumsum(lengths_S) - lengths_S, np.repeat(np.arange(len(lengths_S)), lengths_S)
     kept_S = np.zeros_like(lengths_S)
     np.maximum.at(kept_S, segment_N[at_M], at_M - starts[segment_N[at_M]] + 1)

@@ -26,7 +26,7 @@ from posttrain.system.errors import EngineError
 
 def freeze(learner: HFLearner) -> Reference:
     """A reference that scores as the policy does now. A policy whose adapter does nothing yet is its own reference with
-    the adapter off. Of another one the trained weights are copied: without its adapter it would be the base model."""
+    the adapter off. Any other policy is not what it is without its trained weights, so these are copied."""
     return AdapterOff(learner) if only_an_idle_adapter_trains(learner.policy) else FrozenScorer(learner.policy)
 
 

@@ -31,8 +31,8 @@ class LearnerRouters(RouterModules):
 
     reader: PackedReader
     follow: Callable[[], Learner]
-    held: slice = field(default_factory=lambda: slice(None))
-    of_all: Callable[[np.ndarray], np.ndarray] = np.asarray
+    held: slice = field(default_factory=lambda: slice(None))  # all experts; `ExpertLearner` has those of its rank
+    of_all: Callable[[np.ndarray], np.ndarray] = np.asarray  # one process has the rows of all experts already
 
     def followed(self) -> Learner:
         return self.follow()

@@ -91,7 +91,8 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 
 
 def refuse_same_bits(config: Mapping[str, Any]) -> None:
-    """ConfigError where the embedded engine computes a model of this config.json in batches of any shape."""
+    """ConfigError where the embedded engine cannot give a model of this config.json equal bits in every batch, as
+    `deterministic` or `exact` ask, because it computes it in batches of any shape."""
     parts = [p for p in (config, config.get("text_config")) if isinstance(p, Mapping)]
     counts = [p.get(field) for p in parts for field in EXPERTS]
     routes = any(isinstance(n, int) and n > 1 for n in counts)

@@ -127,11 +127,13 @@ def _check_same(module: PreTrainedModel, out: ReadOut) -> None:
         with _recorded_outputs(module) as trail:
             passes.append(_run(module, out))
         trails.append(trail)
+    # The bounds of `check_read_out`, here relative to the largest number of the hidden states.
     rounding = 1e-4 if passes[-1].dtype in (torch.float32, torch.float64) else 0.05
     bound = rounding * max(1.0, float(passes[-1].abs().max()))
     for hidden, trail in zip(passes[:-1], trails[:-1], strict=True):
         # Written as `not <=`, so that NaN is refused as well. The trail then tells the first module that differs.
         if not float((hidden - passes[-1]).abs().max()) <= bound:
+            # Not strict: in training mode other modules may run, and so more or fewer of them.
             differing = (a for (a, x), (_, y) in zip(trail, trails[-1], strict=False) if not torch.equal(x, y))
             raise EngineError(
                 f"{next(differing, 'the model')} of {type(module).__name__} computes something else in training mode"

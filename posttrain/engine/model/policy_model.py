@@ -101,6 +101,7 @@ class Policy:
         return iter(tensors)
 
     def clone(self) -> Policy:
+        """The same policy with a copy of all weights."""
         return replace(self, module=copy.deepcopy(self.module))
 
     def twin(self) -> Policy:
@@ -281,7 +282,7 @@ def prepared(
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     device = None if module.device.type == "meta" else _device(model.device)
-    # On meta only the type is set.
+    # On meta only the type is set. By the class, because type checkers do not understand transformers' own `to`.
     torch.nn.Module.to(module, device=device, dtype=getattr(torch, model.dtype)).eval()
     for part in module.modules():
         # The config's rates are 0 already; this is for layers that have a rate of their own.
@@ -313,8 +314,8 @@ def prepared(
     )
 
 
-def _emulated(module: PreTrainedModel) -> bool:
-    """Returns whether float16 is emulated by rounding."""
+def _emulates_float16(module: PreTrainedModel) -> bool:
+    """Returns whether torch emulates float16 for this module: it has that type, and lies on a CPU without float16."""
     if module.dtype != torch.float16 or module.device.type != "cpu":
         return False
     supported = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
@@ -323,7 +324,7 @@ def _emulated(module: PreTrainedModel) -> bool:
 
 def _notes(module: PreTrainedModel) -> Iterator[str]:
     """What people should know of how this model is computed."""
-    if _emulated(module):
+    if _emulates_float16(module):
         yield (
             "this CPU has no float16 unit: torch computes in float32 and rounds each result to float16, which is exact"
             " and slower than float32"
@@ -386,9 +387,10 @@ def _device(name: str) -> torch.device:
     try:
         # Only an allocation shows whether the device is there, and whether it has float64.
         return torch.empty(0, device=name, dtype=torch.float64).device
-    except (RuntimeError, AssertionError, TypeError, ValueError) as error:
-        unknown = isinstance(error, NotImplementedError)  # torch then lists all of its operators
-        reason = "torch is built without it" if unknown else first_line(error)
+    except (RuntimeError, AssertionError, TypeError, ValueError) as error:  # what torch raises differs by device
+        # torch then lists all of its operators, which says less than this reason.
+        not_built = isinstance(error, NotImplementedError)
+        reason = "torch is built without it" if not_built else first_line(error)
         raise ConfigError(
             f"model.device={name!r} cannot be used here ({reason}). Use model.device=cpu, or a device torch can see"
         ) from error

@@ -79,6 +79,7 @@ def rows_alone(
     place_N = np.empty(len(ids_N), np.int64)
     parts: list[Tensor] = []
     row = 0
+    # The first segment of each bucket is its longest.
     for group in buckets(np.asarray(lengths_S, np.int64), WASTE):
         longest = int(lengths_S[group[0]])
         per_batch = max(1, most // longest) if most else len(group)

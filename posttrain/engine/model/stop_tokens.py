@@ -33,9 +33,9 @@ def resolve_stops(tokenizer: PreTrainedTokenizerFast, config: Any) -> tuple[int,
             " and no list of them: correct it there"
         )
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    own: list[Any] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    tokenizer_eos: list[Any] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     # The first id is the one that is written where one end token is needed.
-    stops = dict.fromkeys(int(i) for i in [*own, *(i for i in model_ids if not derived or i in special)])
+    stops = dict.fromkeys(int(i) for i in [*tokenizer_eos, *(i for i in model_ids if not derived or i in special)])
     if not stops:
         raise DataError(
             "the tokenizer has no EOS token and the generation config names none, so the policy could never end a turn."
@@ -52,8 +52,8 @@ def resolve_stops(tokenizer: PreTrainedTokenizerFast, config: Any) -> tuple[int,
 def turn_end(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> list[str]:
     """Returns notes about stop tokens that the tokenizer or the chat template contradicts.
 
-    A stop id that only the model lists gets one where the tokenizer does not know it as a special token, or knows it as
-    its BOS or unknown token; the chat template, where it ends an assistant's turn without a stop token.
+    There is a note about a stop id that only the model lists and that is no special token of the tokenizer, or is its
+    BOS or unknown token. And there is one about a chat template that ends an assistant's turn without a stop token.
     """
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     notes = [
@@ -66,7 +66,7 @@ def turn_end(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> l
         return notes
     # One dialogue ends with the assistant and one goes on, because templates may end only the last turn with EOS.
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": SAID}]
-    tails: list[str] = []
+    tails: list[str] = []  # of each dialogue the text behind the assistant's words
     for next_turns in ([], turns[:1]):
         try:
             text = template_process.apply(tokenizer, [*turns, *next_turns], generate=False)
@@ -76,6 +76,7 @@ def turn_end(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> l
             reason = (
                 str(error) if isinstance(error, template_process.RefusedError) else f"{type(error).__name__}: {error}"
             )
+            # No note where only the dialogue that goes on fails: the end of the other one is enough for what follows.
             notes += [] if tails else [f"the chat template does not render a user and an assistant turn ({reason})"]
             break
         tails.append(str(text).rpartition(SAID)[2])
@@ -84,7 +85,7 @@ def turn_end(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> l
     any_token = "|".join(map(re.escape, sorted(filter(None, named), key=len, reverse=True)))
     # Only tokens directly behind the words count, with white space between: those of the user's turn come later.
     ends = [re.findall(any_token, match[0]) for t in tails if (match := re.match(rf"(?:\s*(?:{any_token}))*", t))]
-    # One stop token behind one of the two turns is enough.
+    # One stop token behind one of the two turns is enough. `ends` is empty where the template rendered none of them.
     if not ends or any(named[name] in stop_ids for names in ends for name in names):
         return notes
     if not ends[0]:

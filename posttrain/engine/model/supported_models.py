@@ -65,7 +65,7 @@ def accept(module: PreTrainedModel, context: int) -> tuple[ReadOut, list[LayerSh
         check_read_out(module, out, context)
         _check(module, out, min(CANARY, context), _difference_of_rows)
         return out, []
-    routers_of(module)
+    routers_of(module)  # from now on the routers follow the choices that a layout carries, in the passes below too
     shapes = _shapes(module, out, min(4, context))
     check_read_out(module, out, context)
     _check(module, out, min(CANARY, context), _difference)
@@ -217,13 +217,14 @@ def _difference(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -
     """Returns the difference that is found, as text; '' where nothing differs. In a mixture of experts the packed pass
     follows the experts that each sequence chose alone, since rounding may flip a choice between two nearly equal ones.
     Its own choices may differ by rounding only."""
-    alone = _canary(out, length, seed), _canary(out, max(1, length // 2), seed + TRIES)
-    (ids, at), (other_ids, other_at) = alone
-    chosen = [Routing(), Routing()]
+    # `seed + TRIES`, so that no try reads the sequence of another one again.
+    sequences = _canary(out, length, seed), _canary(out, max(1, length // 2), seed + TRIES)
+    (ids, at), (other_ids, other_at) = sequences
+    chosen = [Routing(), Routing()]  # without given choices they only record those of the routers
     with as_built(module):
         wanted = [
-            out.hidden(*one, _routed(PackedLayout([len(one[0])]), routing))
-            for one, routing in zip(alone, chosen, strict=True)
+            out.hidden(*sequence, _routed(PackedLayout([len(sequence[0])]), routing))
+            for sequence, routing in zip(sequences, chosen, strict=True)
         ]
     routing = following(chosen)
     layout = _routed(PackedLayout([len(ids), len(other_ids)]), routing)
@@ -241,12 +242,18 @@ def _difference(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -
     return "" if length < 2 else _over_a_cache(out, (ids, at), first, chosen[0])
 
 
-def _over_a_cache(out: ReadOut, alone: tuple[Tensor, Tensor], wanted: Tensor, chosen: Routing) -> str:
-    """`_difference` of a sequence in two calls: all tokens but the last, and that one over what the first cached."""
+def _over_a_cache(out: ReadOut, sequence: tuple[Tensor, Tensor], wanted: Tensor, chosen: Routing) -> str:
+    """`_difference` of a sequence in two calls: all tokens but the last, and that one over what the first call cached.
+
+    Args:
+        sequence: (ids, positions).
+        wanted: its hidden states by one pass.
+        chosen: the experts of its tokens, which both calls follow.
+    """
     memory, followed = _GrowingCache(), following([chosen])
     for situation, part in (("before its end", slice(None, -1)), ("over cached keys and values", slice(-1, None))):
         routing = None if followed is None or followed.given is None else Routing(followed.given[part], True)
-        ours = out.hidden(alone[0][part], alone[1][part], _routed(memory, routing))
+        ours = out.hidden(sequence[0][part], sequence[1][part], _routed(memory, routing))
         if (gap := _gap(ours, wanted[part])) > _bound(ours):
             return f"hidden states {situation} differ from those of the whole sequence (relative gap {gap:.2g})"
         if why := _chooses_otherwise(routing, ours.dtype, situation):
@@ -270,12 +277,12 @@ def _chooses_otherwise(followed: Routing | None, computed: torch.dtype, situatio
 
 def _difference_of_rows(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -> str:
     """`_difference` of a model with a state: two sequences in a batch."""
-    alone = [_canary(out, length, seed), _canary(out, max(1, length // 2), seed + TRIES)]
-    lengths = np.array([len(ids) for ids, _ in alone])
-    packed = torch.cat([ids for ids, _ in alone]).cpu().numpy()
+    sequences = [_canary(out, length, seed), _canary(out, max(1, length // 2), seed + TRIES)]
+    lengths = np.array([len(ids) for ids, _ in sequences])
+    packed = torch.cat([ids for ids, _ in sequences]).cpu().numpy()
     batch = rows_alone(out, packed, lengths, np.arange(len(packed)), RowLayout())
     with as_built(module):
-        wanted = [out.hidden(*one, RowLayout()) for one in alone]
+        wanted = [out.hidden(*sequence, RowLayout()) for sequence in sequences]
     for name, ours, theirs in zip(("longer", "shorter"), batch.split(lengths.tolist()), wanted, strict=True):
         if (gap := _gap(ours, theirs)) > _bound(ours):
             return f"the {name} of two sequences in a batch has other hidden states than alone (relative gap {gap:.2g})"

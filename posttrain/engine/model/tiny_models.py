@@ -65,6 +65,7 @@ def raw_bytes() -> PreTrainedTokenizerFast:
 
 
 def wrap(core: Tokenizer) -> PreTrainedTokenizerFast:
+    """A core as a tokenizer of transformers. Its decoding changes no spaces."""
     return PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False
     )

@@ -130,9 +130,9 @@ class StageOptimizer:
         out: list[str] = []
         moved = len(self._moved)
         if self.config.kind == "muon":
-            turned = sum(isinstance(rule, Orthogonal) for rule in self._rules.values())
+            by_muon = sum(isinstance(rule, Orthogonal) for rule in self._rules.values())
             out.append(
-                f"Muon updates {turned} matrices, and AdamW the other {moved - turned} tensors; Muon is not exact"
+                f"Muon updates {by_muon} matrices, and AdamW the other {moved - by_muon} tensors; Muon is not exact"
             )
         elif self.config.kind != "adamw":
             out.append(f"{self.config.kind} updates {moved} tensors")
@@ -236,15 +236,16 @@ class StageOptimizer:
             # No part at all is right too: the parameter has had no update yet.
             complete = len(parts) in (0, len(forms))
             if not complete or any(forms[word] not in (None, part.shape) for word, part in parts.items()):
-                raise RunFolderError(_foreign(name))
+                raise RunFolderError(_message_of_misfit(name))
             new[name] = parts
+        # Masters and averages are here from the beginning, so each must be stored, in its shape.
         copies = {f"master.{n}": t for n, t in self._masters.items()}
         copies |= {f"ema.{n}": t for n, t in self._average.items()}
         stored = {name: left.pop(name, None) for name in copies}
         foreign = [*left, *(n for n, t in stored.items() if t is None or t.shape != copies[n].shape)]
         missing = ["steps"] * (steps is None) + ["loss_scale"] * (self._scale is not None and len(scale) < len(WORDS))
         if steps is None or missing or foreign:
-            raise RunFolderError(_foreign([*foreign, *missing][0]))
+            raise RunFolderError(_message_of_misfit([*foreign, *missing][0]))
         self.steps = int(steps)
         if self._scale is not None:
             self._scale.load(scale)
@@ -365,7 +366,7 @@ def hidden_matrix(name: str, tensor: Tensor) -> bool:
     return tensor.ndim == 2 and min(tensor.shape) > 1 and not any(fits(p, name) for p in NOT_HIDDEN)
 
 
-def _foreign(name: str) -> str:
+def _message_of_misfit(name: str) -> str:
     """The message for a state with a tensor that does not belong to this optimizer, or without one that does."""
     return (
         f"the optimizer state is of other parameters ({name!r} does not fit): resume with the model and stage the run"

@@ -49,7 +49,7 @@ class OffloadedState:
 
     @contextmanager
     def fetched(self, state: Any, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Inside: the state of these tensors, out of a torch optimizer's, is on their device, and may be changed."""
+        """Inside: what a torch optimizer's `state` holds of these tensors is on their device, and may be changed."""
         if self.device is None:
             yield
             return

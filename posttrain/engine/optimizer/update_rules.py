@@ -93,7 +93,7 @@ class UpdateRule(ABC):
         return {word: None if word == "step" else self.tensors[name].shape for word in self.words}
 
     def bytes(self, name: str) -> int:
-        """Bytes of a tensor's state; numbers are not counted."""
+        """Bytes of a tensor's state: 1 for a code of 8 bits, 4 for a float32. Single numbers are not counted."""
         tensors_of_state = ((word, form) for word, form in self.forms(name).items() if form is not None)
         return sum((1 if word.endswith("codes") else 4) * form.numel() for word, form in tensors_of_state)
 

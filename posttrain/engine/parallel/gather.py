@@ -39,8 +39,9 @@ class _Label:
 def gathered(shards: Iterable[Shard], ranks: ProcessRanks, version: int, *, bucket: int = 0) -> Iterator[Shard]:
     """The parts of all ranks on rank 0; nothing on the others, which must read it to its end as well.
 
-    A part is valid until the next one is asked for, so copy what is kept (`role.sync.whole_tensors` does), but for a
-    weight in one part. What every rank holds whole comes from rank 0, and of several copies the first is sent.
+    A later part may overwrite the memory of one, so copy what is kept (`role.sync.whole_tensors` does). A weight that
+    comes in one part has its own. What every rank holds whole comes from rank 0, and of several copies the first is
+    sent.
 
     Args:
         version: of the weights of this rank. InvariantError where another rank has another one, or other weights.
@@ -113,7 +114,7 @@ def _read(part: Tensor, labels: list[_Label], rank: int) -> Iterator[Shard]:
     for label in labels:
         count = math.prod(label.sizes)
         if not label.sent and (count or rank > 0):
-            continue  # sent by rank 0, or no part of this weight here
+            continue  # sent by rank 0, or no part of this weight here; an empty weight is rank 0's alone
         raw = part[at : at + count * label.dtype.itemsize]
         if label.sizes == label.shape:
             raw = raw.clone()  # nobody copies a weight that comes in one part

@@ -132,7 +132,8 @@ def cut_like(part: Tensor, like: Any) -> DTensor:
 
 
 def giving(part: nn.Parameter, local: Callable[[Any], Tensor]) -> Callable[[Any], None]:
-    """Returns a hook that moves FSDP's gradient of a parameter, whose own part `local` gives, to the rank's `part`."""
+    """Returns a hook that moves the gradient of a cut parameter to `part`, this rank's own plain tensor of it. `local`
+    takes the parameter and returns this rank's part of its gradient."""
 
     def give(p: Any) -> None:
         # The gradient moves: the optimizer sees `part` alone, and one that stays would be added to in the next pass.

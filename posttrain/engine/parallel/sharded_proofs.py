@@ -171,7 +171,9 @@ def prove_sharing(
 def _two_segments(vocabulary: int, context: int) -> Packed:
     """Two segments of made-up ids with the same `shared` first ones."""
     shared = min(SHARED, context - OWN)
+    # Multiples of a prime. Behind the shared tokens the second segment's ids are one larger.
     ids = [np.arange(shared + OWN) * 7919 + (np.arange(shared + OWN) >= shared) * s for s in (0, 1)]
     mask = np.arange(shared + OWN) >= shared
+    # A token that was not said has the log-prob nan and the version -1.
     logp, versions = np.where(mask, 0.0, np.nan).astype(np.float32), np.where(mask, 0, -1).astype(np.int32)
     return Packed.of([Segment((x % vocabulary).astype(np.int32), mask, logp, versions, Sampling()) for x in ids])

@@ -27,7 +27,7 @@ class EmptyModule:
 
     def __init__(self, policy: Policy) -> None:
         module = policy.module
-        # deepcopy puts a parameter without memory in place of each: the mould costs nothing, and ties stay ties.
+        # deepcopy puts a parameter without memory in place of each: the copy costs nothing, and ties stay ties.
         blank = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()}
         self._policy = replace(policy, module=copy.deepcopy(module, {**blank}), reward_head=None)
 

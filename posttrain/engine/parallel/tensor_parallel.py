@@ -213,7 +213,8 @@ def columns_and_rows(policy: Policy, world: int) -> dict[str, str]:
             f"{name} has no plan of columns and rows for tensor parallelism in transformers. Cut its weights by rows"
             " instead (`ShardedLearner`, --parallel rows), which is offered for every architecture"
         )
-    # A head cannot be cut, and key-value heads may be fewer than query heads, so both must divide.
+    # A head cannot be cut, and key-value heads may be fewer than query heads, so both must divide. A config without one
+    # of the numbers asks for nothing here.
     heads = {int(getattr(config, n, None) or world) for n in ("num_attention_heads", "num_key_value_heads")}
     if uneven := [n for n in heads if n % world]:
         raise ConfigError(f"{world} ranks cannot share {min(uneven)} heads of {name} evenly: give a divisor of them")

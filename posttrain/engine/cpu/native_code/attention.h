@@ -21,7 +21,7 @@ static inline vec sums(vec v[BLOCK]) {
 #undef PAIR
 }
 
-/* Rows from rows[t] on that lie one after the other in the same block. */
+/* Rows from rows[t] on that lie one after the other in the same block. The last is enough to see it: a sequence fills blocks in order. */
 static inline int64_t run(const int64_t *rows, int64_t t, int64_t count) {
   int64_t most = BLOCK - rows[t] % BLOCK;
   if (most > count - t) most = count - t;
@@ -31,7 +31,7 @@ static inline int64_t run(const int64_t *rows, int64_t t, int64_t count) {
 /* Where head k of a row lies in a pool [block][K][BLOCK][D]. */
 static inline int64_t place(int64_t row, int64_t k, int64_t K, int64_t D) { return ((row / BLOCK * K + k) * BLOCK + row % BLOCK) * D; }
 
-/* score[t] = scale * q . keys[rows[t]]; `score` has room for BLOCK more. */
+/* score[t] = scale * q . keys[rows[t]]; `score` has room for BLOCK more, because from a block's begin on all its rows are computed. */
 static inline __attribute__((always_inline)) void dots(const float *q, const float *keys, int64_t k, int64_t K, const int64_t *rows,
                                                        int64_t count, int64_t D, float scale, float *score) {
   for (int64_t t = 0; t < count;) {

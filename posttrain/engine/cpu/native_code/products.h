@@ -80,7 +80,8 @@ static inline int64_t wide(int64_t left) {
   return (left + rest - 1) / rest;
 }
 
-/* y [F][ld] = weight [F][E] @ x [E][ld], added to what y holds where `add`; N columns, rounded up to whole halves. */
+/* y [F][ld] = weight [F][E] @ x [E][ld], added to what y holds where `add`; N columns, rounded up to whole halves. Rows are cut into strips
+   of `height`, a multiple of `unit`, so that threads have about equally many of them. */
 static void product(const float *weight, const float *x, float *y, int64_t F, int64_t E, int64_t N, int64_t ld, int add) {
   int64_t halves = (N + HALF - 1) / HALF, vectors = halves / (WIDTH / HALF), span = halves * HALF <= 8 * LANES ? LONG : SHORT;
   int64_t strips = (F + STRIP - 1) / STRIP, threads = omp_get_max_threads();

@@ -21,7 +21,7 @@ int64_t pick(const float *logp, const double *uniform, int64_t *ids, int64_t B, 
     const float *row = logp + b * V;
     double total = 0, sum = 0;
     for (int64_t n = 0; n < V; n += LANES) total += wide_sum(probabilities(row, n, V));
-    double target = uniform[b] * total, most = nextafter(total, 0);
+    double target = uniform[b] * total, most = nextafter(total, 0); /* below the total, or no sum would exceed it */
     target = target < most ? target : most;
     ids[b] = 0;
     failed += !(total > 0 && total < INFINITY);

@@ -91,6 +91,7 @@ void heads_rows(const float *x, const float *weight, float eps, const float *cos
   }
 }
 
+/* dx of `heads_rows`: the rotation back, then the norm's gradient; dw [chunks][D] as in `rms_rows_back`. */
 void heads_rows_back(const float *g, const float *x, const float *weight, const float *inverse, const float *cosine, const float *sine, float *dx,
                      float *dw, int64_t N, int64_t H, int64_t D) {
   int64_t half = D / 2;
@@ -122,6 +123,7 @@ void gate_rows(const float *gate, const float *up, float *out, int64_t size) {
   for (int64_t i = whole; i < size; i++) out[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
 }
 
+/* With s = 1 / (1 + exp(-a)), `share`: silu(a) = a s, and its derivative is s (1 + a (1 - s)). */
 void gate_rows_back(const float *g, const float *gate, const float *up, float *dgate, float *dup, int64_t size) {
   int64_t whole = size / LANES * LANES;
 #pragma omp parallel for if (size > SMALL)

@@ -51,7 +51,8 @@ static inline double wide_sum(vec v) {
   return ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7]));
 }
 
-/* exp to 2 units in the last place; 0 below -87, saturated above 88; NaN stays NaN. */
+/* exp to 2 units in the last place; 0 below -87, saturated above 88; NaN stays NaN. exp(x) = 2^n exp(r): adding 1.5 * 2^23 rounds x / ln 2
+   to the whole number n, r = x - n ln 2 takes ln 2 in two parts, and the polynomial (that of Cephes) is exp(r). */
 static inline vec exp_vec(vec x) {
   vec low = splat(-87.0f), high = splat(88.0f);
   vec y = blend(x < low, low, blend(x > high, high, x));

@@ -108,9 +108,9 @@ def joined(
         address: where the ranks meet, such as `tcp://127.0.0.1:29500`, `file:///tmp/meet`, or the environment.
         replicas: copies of the weights; see `ProcessRanks.part`.
     """
-    told: dict[str, Any] = {} if rank is None or world is None else {"rank": rank, "world_size": world}
+    rank_and_world: dict[str, Any] = {} if rank is None or world is None else {"rank": rank, "world_size": world}
     with signed(users_key()):
-        dist.init_process_group("gloo", init_method=address, timeout=timedelta(seconds=seconds), **told)
+        dist.init_process_group("gloo", init_method=address, timeout=timedelta(seconds=seconds), **rank_and_world)
         try:
             yield in_copies(seconds, replicas)
         finally:

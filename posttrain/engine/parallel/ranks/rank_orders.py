@@ -164,7 +164,7 @@ class RankOrders:
 
     def end(self) -> None:
         """Tell the ranks that wait for an order that there is none."""
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):  # the process with the store may be gone
             self._store.set(ORDER.format(self.number + 1), END)
 
     def failed(self) -> dict[int, str]:
@@ -209,7 +209,7 @@ class RankOrders:
 
     def fail(self, why: str) -> None:
         """Say why this rank ends."""
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):  # as in `end`
             self._store.set(FAILED.format(self.ranks.rank), why)
 
     def _note(self, words: str) -> None:

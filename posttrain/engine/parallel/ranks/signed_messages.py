@@ -91,6 +91,8 @@ def signed(key: bytes) -> Iterator[None]:
 
 
 class _Writer:
+    """Stands in place of torch's pickler: writes the signature of a pickle, then the pickle."""
+
     def __init__(self, key: bytes, file: io.BytesIO) -> None:
         self._key, self._file = key, file
 
@@ -103,6 +105,8 @@ class _Writer:
 
 
 class _Reader(_Writer):
+    """Stands in place of torch's unpickler, with a key and a file too. EngineError where the signature is wrong."""
+
     def load(self) -> Any:
         with self._file.getbuffer() as data:
             # The signature is checked over all bytes before the unpickler sees the first of them. compare_digest takes
