@@ -63,6 +63,7 @@ class CalculatorEnv(GeneratedTasks):
         return "0123456789+-*/()<>[]:?=;cal"
 
     def _computation(self, rng: np.random.Generator) -> tuple[int, str, int, int]:
+        """(left operand, operator, right operand, value), drawn at random."""
         a, b = (int(n) for n in rng.integers(0, self.max_operand + 1, size=2))
         op = self.ops[int(rng.integers(len(self.ops)))]
         return a, op, b, {"+": a + b, "-": a - b, "*": a * b}[op]
