@@ -43,7 +43,7 @@ class JudgedData:
         # A pair is also a ranking of two, and two labels. A ranking or rating gives no label, because the data do not
         # say from which value on a completion is good.
         own_kind = self._judged[0].kind
-        can_give: dict[Kind, bool] = {own_kind: own_kind != "ranking" or self._ordered}
+        can_give: dict[Kind, bool] = {own_kind: own_kind != "ranking" or self._ordered}  # with ties there is no order
         can_give["pair"] = own_kind != "steps" and not self.unpaired
         can_give["ranking"] = can_give.get("ranking", False) or own_kind == "pair"
         can_give["label"] = own_kind in ("label", "pair")
@@ -88,15 +88,16 @@ class JudgedData:
         )
 
     def every(self, task: Task, kind: Kind) -> Sequence[Judgement]:
-        """Judgements that hold every completion which `draw` may give; none where it gives what the row has."""
+        """Judgements that together have every completion that `draw` may give of this task. None where `draw` gives the
+        row's own judgement, which has them all."""
         row = self._by_id[task.id]
         judged = row.judged
         if judged is not None and kind == "label":
             return self._labels(row, judged)
         if judged is None or kind != "pair" or judged.kind == "pair":
             return ()
-        holding = {i: pair for pair in self._pairs(row) for i in pair}  # one pair for each completion
-        return [self._pair_of(row, judged, pair) for pair in dict.fromkeys(holding.values())]
+        pair_with = {i: pair for pair in self._pairs(row) for i in pair}  # a pair for each completion, by its index
+        return [self._pair_of(row, judged, pair) for pair in dict.fromkeys(pair_with.values())]
 
     def _labels(self, row: PromptRow, judged: JudgedRow) -> list[Label]:
         judged_texts = zip(judged.completions, judged.values, strict=True)

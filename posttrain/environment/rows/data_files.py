@@ -63,7 +63,7 @@ def json_rows(path: Path) -> Rows:
 def _parse(place: str, raw: bytes) -> Any:
     """The JSON value of these bytes. DataError with the place, if they are none."""
     try:
-        return json.loads(raw.decode("utf-8"), object_pairs_hook=lambda pairs: _once(place, pairs))
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=lambda pairs: _with_unique_keys(place, pairs))
     except UnicodeDecodeError as error:
         raise DataError(
             f"{place}: byte {error.start + 1} (0x{raw[error.start]:02x}) is not UTF-8; save the file as UTF-8"
@@ -77,7 +77,7 @@ def _parse(place: str, raw: bytes) -> Any:
         raise DataError(f"{place}: cannot be read as JSON: {error}") from None
 
 
-def _once(place: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _with_unique_keys(place: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object of these pairs. DataError if a key occurs twice: JSON allows it, but would lose a value."""
     values = dict(pairs)
     if len(values) < len(pairs):

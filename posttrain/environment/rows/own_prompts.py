@@ -257,6 +257,7 @@ class PromptsEnv(JudgedColumns, SingleTurn):
 
     @cached_property
     def _judged(self) -> JudgedData | None:
+        # All rows were judged in one way, or none was (`data_rows`), so the first one tells.
         return JudgedData(self.rows, self) if self.rows and self.rows[0].judged is not None else None
 
     def distractor(self, task: Task) -> tuple[str, ...]:
@@ -305,8 +306,8 @@ def read_tasks(
     given: RuntimeObjects = RuntimeObjects(),
     cls: type[PromptsEnv] = PromptsEnv,
 ) -> PromptsEnv:
-    """The environment that reads `env.prompts` and is judged by `env.rewards`. Stages that only read rows need none.
-    `cls`: a class of the user's that plays them in its own way."""
+    """The environment of the rows of `env.prompts`, judged by `env.rewards`. Stages that only read rows need no
+    rewards. `cls`: a class of the user's that plays the rows in its own way."""
     if not config.prompts:
         raise ConfigError(
             f"env.name={config.name!r} needs env.prompts: a JSONL file, or a data set (local folder or hub id)"

@@ -41,7 +41,7 @@ _ACTIONS = (
 )
 _ALLOWED = frozenset(getattr(sqlite3, f"SQLITE_{name}") for name in _ACTIONS.split())
 _FUNCTIONS = frozenset({"load_extension", "fts3_tokenizer", "readfile", "writefile", "edit"})
-"""Functions that are refused by name."""
+"""Functions that are refused by name: they load code, or reach files, memory or other programs."""
 
 
 class Database(Toolbox):
@@ -123,6 +123,7 @@ class Database(Toolbox):
 
     def _over(self) -> bool:
         """Returns whether the running statement has to end. SQLite calls this regularly."""
+        # Asked while the tables are read too, because `tick` lets other jobs go first.
         stopped = self._job is not None and self._job.tick()
         return time.thread_time() > self._reading if self._reading else stopped
 

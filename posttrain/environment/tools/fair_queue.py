@@ -103,8 +103,8 @@ class QueuedWork:
         await self._start()
         try:
             while not self.done.done():
-                # The wait lasts as long as the remaining time would on an idle processor. Then the clock is read again,
-                # because a job that waited for its turn has used less.
+                # The wait lasts as long as the remaining time would on an idle processor, and a moment at least. Then
+                # the clock is read again, because a job that waited for its turn has used less.
                 if (seconds_left := seconds - self.used()) <= 0:
                     self.stop()
                 await asyncio.wait([self.done], timeout=None if seconds_left <= 0 else max(seconds_left, 0.005))

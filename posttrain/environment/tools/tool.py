@@ -177,12 +177,13 @@ class CallCounts:
 
     kinds: dict[str, int] = field(default_factory=dict[str, int])
     seconds: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    """By tool: the seconds of all calls that reached it, and their number."""
     tried: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
     """By tool: the calls that reached it and got no result, and all that reached it."""
 
     def add(self, seen: Observation) -> None:
         self.kinds[seen.kind] = self.kinds.get(seen.kind, 0) + 1
-        if seen.kind in ("ok", "refused", "timeout"):
+        if seen.kind in ("ok", "refused", "timeout"):  # any other call reached no tool
             entry = self.seconds.setdefault(seen.name, [0.0, 0])
             entry[0] += seen.seconds
             entry[1] += 1
