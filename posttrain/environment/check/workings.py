@@ -127,7 +127,7 @@ async def episodes(s: Subject) -> Answer:
 async def odd(s: Subject) -> Answer:
     """Judges texts on which a parser may fail."""
     judged = [(kind, await s.judge(s.tasks[0], (text,), repeat=True)) for kind, text in ODD.items()]
-    if failures := [(kind, t.failed) for kind, t in judged if t.failed]:
+    if failures := [(kind, answer.failed) for kind, answer in judged if answer.failed]:
         kind, j = failures[0]
         assert j is not None
         return Mark.FAIL, (
@@ -138,7 +138,7 @@ async def odd(s: Subject) -> Answer:
 
 
 async def throughput(s: Subject) -> Answer:
-    """Measures how many answers are judged in a second, 64 at a time, and how long one takes alone."""
+    """Measures how many answers are judged in a second, 64 at a time, and how long one takes alone (the median)."""
     cases, judged_count, singles = _mixed(s), 0, list[float]()
     for x in cases[:8]:
         begun = time.perf_counter()
