@@ -211,6 +211,7 @@ def _tools(
 
     dialogue, contract = roles.rollout.dialogue, run.stages[0].contract
     assert contract is not None
+    # No scorer of steps, and no separator between steps: both come with a judge, below.
     without_scores = StepSearch(
         roles.engine,
         None,

@@ -129,7 +129,7 @@ class PolicyClient:
     def _call(self, number: int, parsed: ToolCall | Malformed, tools: set[str], types: Any) -> Any:
         """A call in the package's form. One that cannot be made gets arguments that no tool accepts: the package
         answers it with an error, which `_as_shown` replaces by the reason."""
-        call_id = f"{self._turns:04}{number:05}"
+        call_id = f"{self._turns:04}{number:05}"  # 9 characters, as Mistral's templates want
         why = ""
         if isinstance(parsed, Malformed):
             why = f"this call could not be read: {parsed.why}"

@@ -124,7 +124,8 @@ class Subject:
         return SHAPES.get(self.shape, "{}").format(text)
 
     def near(self, task: Task) -> tuple[str, ...]:
-        """Turns that look right and are not: the environment's distractor, or the answer to another question."""
+        """Turns that look right and are not: the environment's distractor, or the answer to another question. Where all
+        answers are equal, the right one with a question mark."""
         if self.env.vouches_for_gold and self.env.knows_distractor:
             return self.env.distractor(task)
         right = self.core(task)

@@ -290,6 +290,7 @@ class RenderedDialogue:
         self._history: list[Message] | None = None
         """The messages shown so far, with a message for each turn of the policy; None before the prompt."""
         self._chat = False
+        """True if the conversation is messages, false if it is text."""
         self._tools: Tools = ()
         self._said: list[int] | None = None
         """The ids of the policy's last turn, until messages follow it."""

@@ -22,8 +22,8 @@ from posttrain.verifier.workers.worker_process import EndedError, Spec, WorkerEr
 LARGEST = 16 << 20
 """The most characters that a template may write."""
 SPEC = Spec(f"{__name__}:handler", cpu=2, wall=60.0, memory=1024, preload=True, quiet=True, most=8 * LARGEST)
-"""The limits of a rendering. Real templates take a few milliseconds. `most` bounds the reply in bytes. It is JSON, in
-which nearly every character has 6 bytes at most."""
+"""The limits of a rendering, in seconds and MiB. Real templates take a few milliseconds. `most` bounds the reply in
+bytes. It is JSON, in which nearly every character has 6 bytes at most."""
 LONGEST_ERROR = 1000
 """The most characters of a template's own error message that are passed on."""
 

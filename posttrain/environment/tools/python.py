@@ -31,7 +31,7 @@ class InterpreterSlots:
 
     @property
     def free(self) -> asyncio.Semaphore:
-        """The semaphore of the free slots for the running event loop."""
+        """The semaphore of the free slots for the running event loop: it cannot serve several loops."""
         return self._free.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._count))
 
 

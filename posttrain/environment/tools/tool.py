@@ -29,6 +29,8 @@ from posttrain.system.errors import ConfigError, nearest
 from posttrain.verifier.calling import Malformed, ToolCall
 
 Kind = Literal["ok", "refused", "timeout", "unknown", "arguments", "malformed"]
+"""How a call ended. `unknown`: there is no such tool; `arguments`: they do not fit its signature; `malformed`: the
+policy's text could not be read as a call."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 

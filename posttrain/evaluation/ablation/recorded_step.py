@@ -33,7 +33,7 @@ class Weights:
     version: int | None
     """Optimizer steps of the run until then; None where the folder does not record it."""
     memory: Mapping[str, Any] | None = None
-    """The adaptive state of the stage's algorithm at that time."""
+    """The adaptive state of the stage's algorithm at that time; empty: it has just begun; None: not known."""
 
     def verified(self) -> Weights:
         """These weights. RunFolderError if their files are damaged."""
