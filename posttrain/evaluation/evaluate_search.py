@@ -64,15 +64,15 @@ class SearchReport:
         from posttrain.search.search_kinds import ONE
 
         # Gains are over a single answer, which is always among the points.
-        one = next(p for p in self.points if p.kind == ONE)
+        single = next(p for p in self.points if p.kind == ONE)
         front = frontier(self.points)
         rows = list[tuple[str, ...]]()
         for p in self.points:
-            gain = p.gain(one)
-            more = "-" if p is one else short(gain.mean, gain.low, gain.high, "+")
+            gain = p.gain(single)
+            gain_words = "-" if p is single else short(gain.mean, gain.low, gain.high, "+")
             score = short(p.score.mean, p.score.low, p.score.high)
-            rows.append((p.name, score, f"{p.tokens:.1f}", more, "*" if p in front else ""))
-        what = "mean reward" if one.grades.graded else "accuracy"
+            rows.append((p.name, score, f"{p.tokens:.1f}", gain_words, "*" if p in front else ""))
+        what = "mean reward" if single.grades.graded else "accuracy"
         return table("", ("search", f"{what} [95 %]", "tokens", "gain [95 %]", ""), rows, words=("search",))
 
     def notes(self) -> list[str]:
@@ -211,7 +211,7 @@ def _tools(
 
     dialogue, contract = roles.rollout.dialogue, run.stages[0].contract
     assert contract is not None
-    # No scorer of steps, and no separator between steps: both come with a judge, below.
+    # No scorer of steps, and no separator between them (`""`): a judge may bring both, below.
     without_scores = StepSearch(
         roles.engine,
         None,

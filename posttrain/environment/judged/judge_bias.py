@@ -43,6 +43,7 @@ def biases(groups: Sequence[Group], read: Callable[[str], Scores | None]) -> Gau
                 longer_side = int(lengths[1] > lengths[0])
                 # A difference, because the longer side may be the better one in more than half of the pairs.
                 longer.append(float(side == longer_side) - float(best == longer_side))
+    # Sample k of one order belongs to sample k of the other. A pair whose other order was not judged is left out.
     both_right = [a and b for each in orders.values() if len(each) == 2 for a, b in zip(*each, strict=False)]
     gauges = {
         "eval/first_chosen": Gauge(sum(first), len(first)),

@@ -116,8 +116,8 @@ class JudgedData:
         """Indices, in the group of a row, of the pairs that can be made of it."""
         values = [w.value for w in self._groups[self._group_of(row)]]
         # There is at least one pair, because `kinds` has `pair` only where no row is `unpaired`.
-        better = range(len(values)) if self.columns.pairs == "any" else _at(values, max(values))
-        worse = _at(values, min(values)) if self.columns.pairs == "ends" else range(len(values))
+        better = range(len(values)) if self.columns.pairs == "any" else _indices_of(values, max(values))
+        worse = _indices_of(values, min(values)) if self.columns.pairs == "ends" else range(len(values))
         return [(i, j) for i in better for j in worse if values[i] > values[j]]
 
     def _pair_of(self, row: PromptRow, judged: JudgedRow, pair: tuple[int, int]) -> Pair:
@@ -173,6 +173,6 @@ class JudgedData:
         return next((t for t, v in values.items() if v == best), next(w.completion for w in group if w.value == best))
 
 
-def _at(values: Sequence[float], value: float) -> list[int]:
+def _indices_of(values: Sequence[float], value: float) -> list[int]:
     """The indices at which a value stands."""
     return [i for i, x in enumerate(values) if x == value]

@@ -111,11 +111,11 @@ def _bench(data: Mapping[str, Any]) -> Steps:
     """`label` is the index of the first wrong step, from 0, and -1 where all are right. Nothing is known of the steps
     behind a wrong one, so they are not read; the column `steps` keeps them."""
     steps = [_text(f"steps[{i}]", s) for i, s in enumerate(_list("steps", data.get("steps")))]
-    wrong = data.get("label")
-    if type(wrong) is not int or not -1 <= wrong < len(steps):
-        raise DataError(f"'label' is {wrong!r:.40}, wanted the index of the first wrong step of {len(steps)}, or -1")
-    count = len(steps) if wrong < 0 else wrong + 1
-    return _text("problem", data.get("problem")), steps[:count], [1 if i != wrong else -1 for i in range(count)]
+    wrong_at = data.get("label")
+    if type(wrong_at) is not int or not -1 <= wrong_at < len(steps):
+        raise DataError(f"'label' is {wrong_at!r:.40}, wanted the index of the first wrong step of {len(steps)}, or -1")
+    count = len(steps) if wrong_at < 0 else wrong_at + 1
+    return _text("problem", data.get("problem")), steps[:count], [1 if i != wrong_at else -1 for i in range(count)]
 
 
 READERS: dict[str, tuple[Callable[[Mapping[str, Any]], Steps], frozenset[str]]] = {

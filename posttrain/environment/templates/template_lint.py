@@ -142,8 +142,8 @@ def _begins_otherwise(chat: Chat) -> str:
     # Many templates open a thought in the prompt and leave it out of past turns, so one at the end does not count.
     prompt = _THOUGHT.sub("", before).rstrip()
     turn_start = _THOUGHT.sub("", whole[len(prompt) :]).strip()
-    # The turn has to begin as the prompt ends. A template without a generation prompt (`before == bare`) must then
-    # begin the turn with nothing.
+    # The turn has to begin as the prompt ends. A template without a generation prompt (`before == bare`) must write
+    # nothing between the prompt and the turn's text.
     if not whole or (whole.startswith(prompt) and (before != bare or not turn_start)):
         return ""
     return (

@@ -41,6 +41,7 @@ class Python(Toolbox):
     def __init__(self, interpreters: InterpreterSlots) -> None:
         self._interpreters = interpreters
         self._slots: asyncio.Semaphore | None = None
+        """The semaphore of which this episode holds a slot; None: it holds none."""
         self._session: PythonSession | None = None
         self._lost = False
 
