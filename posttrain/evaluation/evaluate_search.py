@@ -349,9 +349,9 @@ def _check_single_turn(environment: Environment) -> None:
     turn_words = "with tools" if (abilities.tools(task) if abilities.tools else task.tools) else ""
     turn_words = turn_words or ("with other seats" if abilities.seats is not None else "")
     # The right answer, where it is known: a wrong one may end the episode early and hide a second turn.
-    known = None if abilities.gold is None else abilities.gold.right(task)
+    right_turns = None if abilities.gold is None else abilities.gold.right(task)
     try:
-        several = len(wait(attempt(environment, task, known or ("",))).turns) > 1
+        several = len(wait(attempt(environment, task, right_turns or ("",))).turns) > 1
     except IndexError:  # it asks for another turn than the script has
         several = True
     turn_words = turn_words or ("of several turns" if several else "")

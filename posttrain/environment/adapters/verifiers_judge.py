@@ -159,7 +159,7 @@ async def _rubric_verdicts(rubric: Any, state: Any) -> list[Judged]:
     seconds = SECONDS * max(1, len(rubric._get_reward_func_names()))
     try:
         await call(rubric.score_rollout, seconds, state)
-    except Exception as error:
+    except Exception as error:  # a rubric's own code may raise anything
         return [Judged(name, 1.0, redacted(failed_call(error, None, seconds)))]
     metrics = {k: _numbered(x) for k, x in (state["metrics"] or {}).items()}
     return [

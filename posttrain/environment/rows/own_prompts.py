@@ -75,8 +75,8 @@ class PromptsEnv(JudgedColumns, SingleTurn):
             # Each set has a share by its weight, and at least one prompt, so every set is evaluated.
             total = sum(w for _, w in self.mixed)
             counts = [max(1, round(self.heldout_count * w / total)) for _, w in self.mixed]
-            each = zip(self._sets, counts, strict=True)
-            return frozenset(k for rows, n in each if self.heldout_count for k in self._smallest(rows, n))
+            sets_and_counts = zip(self._sets, counts, strict=True)
+            return frozenset(k for rows, n in sets_and_counts if self.heldout_count for k in self._smallest(rows, n))
         return self._smallest(self.rows, self.heldout_count)
 
     @property

@@ -103,7 +103,7 @@ class Chat:
             )
         except PosttrainError:
             raise
-        except Exception as error:
+        except Exception as error:  # a template may raise anything it likes
             by_template = isinstance(error, template_process.RefusedError)
             reason = str(error) if by_template else f"{type(error).__name__}: {error}"
             raise DataError(

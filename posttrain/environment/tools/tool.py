@@ -122,7 +122,7 @@ class Toolbox:
     async def __aenter__(self) -> Toolbox:
         try:
             await self.open()
-        except BaseException:
+        except BaseException:  # a cancelled episode too
             await self.close()
             raise
         return self
