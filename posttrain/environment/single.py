@@ -239,10 +239,12 @@ class SingleTurn(ABC):
         )
 
     async def play(self, task: Task, talk: Talk) -> Stop:
+        """Shows the prompt and takes one turn of the policy. Returns its stop reason."""
         talk.see(task.prompt, task.tools)
         return (await talk.say()).stop
 
     async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
+        """The environment's own verdict, then those on steps, then those of the user's rewards."""
         verdict = await self.verdict(attempt)
         judged = Judged(self.name, 1.0, verdict, resolution=self.resolution, measured=self.measured)
         return (judged, *self.steps(attempt), *await self.added(attempt))

@@ -180,8 +180,8 @@ def _run_searches(
         roles = resources.enter_context(closing(make_roles(run, policy, environment, ())))
         if weights is not None:
             load_weights(weights, roles.learner)
-        tools, scorer_line = _tools(request, run, policy, roles, run_folder, resources)
-        points = wait(_points(request, tools, roles, environment, samples))
+        step_search, scorer_line = _step_search(request, run, policy, roles, run_folder, resources)
+        points = wait(_points(request, step_search, roles, environment, samples))
     by_cost = tuple(sorted(points, key=lambda p: p.tokens))
     return SearchReport(name, environment.name, scorer_line, len(environment.heldout), samples, by_cost)
 
@@ -194,19 +194,19 @@ async def served(roles: PolicyRoles) -> int:
 
 
 async def _points(
-    request: SearchRequest, tools: StepSearch, roles: PolicyRoles, environment: Environment, samples: int
+    request: SearchRequest, step_search: StepSearch, roles: PolicyRoles, environment: Environment, samples: int
 ) -> list[SearchPoint]:
     """Serve the weights and measure each search."""
     from posttrain.search.curves import leading, search_point
 
-    tools = replace(tools, version=await served(roles))
-    return leading([await search_point(kind, tools, environment.heldout, samples) for kind in request.kinds])
+    step_search = replace(step_search, version=await served(roles))
+    return leading([await search_point(kind, step_search, environment.heldout, samples) for kind in request.kinds])
 
 
-def _tools(
+def _step_search(
     request: SearchRequest, run: Run, policy: Policy, roles: PolicyRoles, run_folder: Path | None, resources: ExitStack
 ) -> tuple[StepSearch, str]:
-    """Returns the tools that every search uses, and the line that names the scorer."""
+    """Returns the parts that every search uses, and the line that names the scorer."""
     from posttrain.search.step_sampling import StepSearch
 
     dialogue, contract = roles.rollout.dialogue, run.stages[0].contract

@@ -281,10 +281,10 @@ async def several(s: Subject) -> Answer:
     # A pair is left out if one answer contains the other (12 and 2): a verifier may read either one.
     tasks = [t for t in s.known if s.near(t)[-1] not in s.right(t)[-1] and s.right(t)[-1] not in s.near(t)[-1]]
     pairs = [(t, (s.right(t)[-1], s.near(t)[-1])) for t in tasks]
-    first, last = [
+    right_first, right_last = [
         await s.judge_all([(t, s.last(t, "\n".join(texts[::step]))) for t, texts in pairs]) for step in (1, -1)
     ]
-    if both := [a for a, b in zip(first, last, strict=True) if set(s.paid(a)) & set(s.paid(b))]:
+    if both := [a for a, b in zip(right_first, right_last, strict=True) if set(s.paid(a)) & set(s.paid(b))]:
         by_chance = len(both) / len(tasks) <= s.chance(len(tasks))
         return Mark.WARN if by_chance else Mark.FAIL, (
             f"a right answer beside a wrong one is paid in either order on {len(both)} of {len(tasks)} tasks, such"

@@ -52,8 +52,8 @@ class MixedTasks:
 
     def passes(self, draws: int) -> list[tuple[float, int]]:
         """Returns for each list the number of passes through it in `draws` draws, and its length."""
-        total, each = sum(self.weights), zip(self.weights, map(len, self.lists), strict=True)
-        return [(draws * w / total / count, count) for w, count in each]
+        total, weights_and_counts = sum(self.weights), zip(self.weights, map(len, self.lists), strict=True)
+        return [(draws * w / total / count, count) for w, count in weights_and_counts]
 
     def _place(self, index: int) -> tuple[int, int]:
         """(list, how many of it were drawn before) of a draw."""
