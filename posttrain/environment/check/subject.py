@@ -244,7 +244,7 @@ class Attack:
     kind: str
     tried: int = 0
     hits: list[tuple[JudgedAnswer, tuple[str, ...]]] = field(default_factory=list[tuple[JudgedAnswer, tuple[str, ...]]])
-    """(answer, sources that pay it like a right one) of those that some source pays so."""
+    """(answer, the sources that pay it like a right one), where there is such a source."""
 
     def add(self, answer: JudgedAnswer, paid: tuple[str, ...]) -> None:
         self.tried += 1

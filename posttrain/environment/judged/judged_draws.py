@@ -88,8 +88,8 @@ class JudgedData:
         )
 
     def every(self, task: Task, kind: Kind) -> Sequence[Judgement]:
-        """Judgements that together have every completion that `draw` may give of this task. None where `draw` gives the
-        row's own judgement, which has them all."""
+        """Judgements that together have every completion that `draw` may give of this task. Empty where `draw` gives
+        the row's own judgement, which has them all."""
         row = self._by_id[task.id]
         judged = row.judged
         if judged is not None and kind == "label":
