@@ -37,6 +37,7 @@ async def prove(env: SingleTurn, samples: int = 2000) -> tuple[Check, ...]:
     env = replace(env, rewards=())
     heldout, training = ([t for t in tasks if env.knows_gold(t)] for tasks in (env.heldout, _train(env, 200)))
     wrong_below = 1.0 if env.pays_parts else 0.0
+    # A reward below 0 is fine for a wrong answer too.
     right, wrong = (lambda r: r == 1.0), (lambda r: r == 0.0 or r < wrong_below)
     return (
         await _scores("gold scores 1", env, heldout, [env.gold(t) for t in heldout], right),
@@ -88,7 +89,7 @@ async def _scores(
 
 
 async def _constant(env: SingleTurn, held: Sequence[Task]) -> Check:
-    """Tries each of the five most common final answers on every held-out task."""
+    """Tries each of the five most common final answers on every held-out task, in all turns of an episode."""
     if not held:
         return Check("constant answer earns its share", False, "0 tasks")
     answers = Counter(env.gold(t)[-1] for t in held)
@@ -179,7 +180,7 @@ async def _demonstrations(env: SingleTurn, style: str, tasks: Sequence[Task], wr
         turns = [text] if isinstance(text, str) else list(text)
         if env.alphabet and set("".join(turns)) - set(env.alphabet):
             return Check(name, False, f"{text!r} leaves the alphabet")
-        score = await reward(env, task, turns) if prompt else 1.0 - wrong
+        score = await reward(env, task, turns) if prompt else 1.0 - wrong  # a document passes
         if score != 1.0 - wrong and not (wrong and env.pays_parts and score is not None and score < 1.0):
             return Check(name, False, f"{prompt_words(prompt)} -> {text!r} scored {score}")
     return Check(name, True, f"{len(tasks)} texts")

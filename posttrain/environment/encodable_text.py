@@ -57,7 +57,7 @@ class Writable:
 
     def text(self, text: str) -> str:
         """The text, with `stand_in` in place of each character that has no token. DataError if even that has none."""
-        # With an <unk> token it stays as it is too: the tokenizer lacks characters, and neither drops nor refuses them.
+        # A tokenizer of whole words refuses single characters, and may encode the text all the same. Then it stays too.
         if all(self._writes(c) for c in set(text)) or not (self.everything or self._drops or self._ids(text) is None):
             return text
         shown = "".join(c if self._writes(c) else self.stand_in for c in text)

@@ -11,6 +11,7 @@ MAX_DEPTH = 20
 MAX_DIGITS = 12
 
 _TOKEN = re.compile(r"[ \t]*(?:(?P<number>[0-9]+)|(?P<symbol>[-+*/()]))")
+# Signs of typography -> those of Python.
 _SPELLINGS = str.maketrans({"\u2212": "-", "\u00d7": "*", "\u00b7": "*", "\u00f7": "/"})
 
 

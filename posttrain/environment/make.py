@@ -46,6 +46,7 @@ def environment(config: Env, seed: int, given: RuntimeObjects = RuntimeObjects()
     if config.name == "prompts" or config.data or user_class is not None:
         from posttrain.environment.rows.own_prompts import PromptsEnv, read_tasks
 
+        # `SingleTurn` stands here for every other environment, which reads no rows.
         rows_class = PromptsEnv if config.name == "prompts" else user_class or SingleTurn
         if issubclass(rows_class, PromptsEnv):
             return read_tasks(config, checked(config.name, rows_class, config.args), seed, given, rows_class)
@@ -84,7 +85,7 @@ def _handed(config: Env, thing: Any, common: dict[str, Any]) -> Any:
     """An environment that a program handed: a class of `SingleTurn` or an object of one, whose settings come from the
     tree (`env.args`, `env.heldout`), or any other environment."""
     if inspect.isclass(thing) and issubclass(thing, SingleTurn):
-        _complete(config.name, thing)
+        _check_class(config.name, thing)
         return thing(**checked(config.name, thing, config.args), **common)
     if isinstance(thing, SingleTurn):
         # The object keeps its own rewards, and the rewards of the configuration are added behind them.
@@ -107,11 +108,11 @@ def _load_user_class(name: str) -> type[SingleTurn]:
             f"env.name={name}: {attribute} is no environment: derive it from posttrain.environment.single.SingleTurn"
             " (posttrain new env writes an example)"
         )
-    _complete(name, cls)
+    _check_class(name, cls)
     return cls
 
 
-def _complete(name: str, cls: type[SingleTurn]) -> None:
+def _check_class(name: str, cls: type[SingleTurn]) -> None:
     """ConfigError if a user's class is no dataclass, lacks methods, or misspells one."""
     attribute = cls.__name__
     # `vars` and not `getattr`, so that only the class itself counts and no base class. Without the decorator on this

@@ -24,6 +24,7 @@ class ScriptedPolicy:
     """
 
     format: str | None = "hermes"
+    """The format in which its turns write tool calls, in episodes of messages (`Seat.format`)."""
 
     def __init__(
         self,
@@ -83,5 +84,6 @@ async def _played(
     other_seats = env.abilities.seats
     # The other seats give right answers, so that the score depends only on the tested turns.
     talk = ScriptedPolicy(turns, stop, {} if other_seats is None else other_seats(task))
+    # `play` may be the user's code. If it raises SystemExit, that must not end this program.
     ended = await contained(env.play(task, talk))
     return Attempt(task, tuple(talk.said), ended, int, talk.state), talk  # in a script a character counts as a token

@@ -68,7 +68,8 @@ class SingleTurn(ABC):
 
     A subclass is a frozen dataclass. The fields it adds are its settings (`Env.args`); those below are set from the
     run's configuration. It defines `name`, `train`, `heldout`, `key` and `verify` (or `verdict`), and where they mean
-    something `gold` and `distractor`, by which it is checked, and `alphabet`. One of several turns overrides `play`.
+    something `gold` and `distractor`, by which `posttrain check` tries it, and `alphabet`. An environment of several
+    turns overrides `play`.
     """
 
     seed: int = 0
@@ -149,7 +150,8 @@ class SingleTurn(ABC):
 
     @property
     def vouches_for_gold(self) -> bool:
-        """True where the environment promises that `gold` earns full reward, as it cannot if `gold` is user's data."""
+        """True where the environment promises that `gold` earns full reward. False where `gold` comes from the user's
+        data, which may be wrong or in another form than the rewards want."""
         return True
 
     @property
@@ -237,10 +239,12 @@ class SingleTurn(ABC):
         )
 
     async def play(self, task: Task, talk: Talk) -> Stop:
+        """Shows the prompt and takes one turn of the policy. Returns its stop reason."""
         talk.see(task.prompt, task.tools)
         return (await talk.say()).stop
 
     async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
+        """The environment's own verdict, then those on steps, then those of the user's rewards."""
         verdict = await self.verdict(attempt)
         judged = Judged(self.name, 1.0, verdict, resolution=self.resolution, measured=self.measured)
         return (judged, *self.steps(attempt), *await self.added(attempt))
@@ -250,11 +254,12 @@ class SingleTurn(ABC):
         return ()
 
     async def added(self, attempt: Attempt) -> tuple[Judged, ...]:
-        """The verdicts of the user's rewards, which run concurrently, without those that judge the group later."""
+        """The verdicts of the user's rewards, which run concurrently. Where the group is judged later (`_together`),
+        the sources that judge it are left out."""
         sources = [s for s in self.rewards if not (attempt.batched and _batched(s))]
-        return tuple(map(self._as_paid, await asyncio.gather(*(source(attempt) for source in sources))))
+        return tuple(map(self._with_measured, await asyncio.gather(*(source(attempt) for source in sources))))
 
-    def _as_paid(self, j: Judged) -> Judged:
+    def _with_measured(self, j: Judged) -> Judged:
         """The verdict, marked as measured if its source is one of `measured_rewards`."""
         return replace(j, measured=True) if j.source in self.measured_rewards else j
 
@@ -264,7 +269,7 @@ class SingleTurn(ABC):
         by_source = await asyncio.gather(*(s.batch(attempts, at) for s in sources))
         # `by_source` has an entry for each source, with the verdicts on all attempts. The caller gets an entry for each
         # attempt.
-        verdicts = [tuple(self._as_paid(judged[i]) for judged, _ in by_source) for i in range(len(attempts))]
+        verdicts = [tuple(self._with_measured(judged[i]) for judged, _ in by_source) for i in range(len(attempts))]
         return verdicts, merge(*(logged for _, logged in by_source))
 
     def gauges(self) -> Gauges:
@@ -273,7 +278,8 @@ class SingleTurn(ABC):
 
     def close(self) -> None:
         """Stop the processes of the verifiers. They also stop when the program ends."""
-        vars(self).pop("_abilities", None)  # it refers to the environment, which refers to it
+        # The environment and its abilities refer to each other, so only the garbage collector would free the two.
+        vars(self).pop("_abilities", None)
         for s in self.rewards:
             if isinstance(s, SourceWithProcesses):
                 s.close()

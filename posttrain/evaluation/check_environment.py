@@ -197,7 +197,7 @@ def _wait(
     def body() -> None:
         try:
             outcome.append(asyncio.run(probing()))
-        except BaseException as error:
+        except BaseException as error:  # raised again in the thread that waits
             outcome.append(error)
 
     try:

@@ -78,7 +78,7 @@ async def remote_rollout(
             text = TextSampler(endpoint, remote, TextVocabulary(), way=options.api, cut=cut)
             yield Rollout(text, environment, text.dialogue, seed), carried.resolve(()), remote
             return
-        dialogue, stops = _tokens(options.tokenizer, remote)
+        dialogue, stops = _dialogue_and_stops(options.tokenizer, remote)
         yield (
             Rollout(TokenSampler(endpoint, remote, cut=cut), environment, dialogue, seed),
             carried.resolve(stops),
@@ -86,7 +86,7 @@ async def remote_rollout(
         )
 
 
-def _tokens(path: str, remote: RemoteModel) -> tuple[Callable[[str], RenderedDialogue], tuple[int, ...]]:
+def _dialogue_and_stops(path: str, remote: RemoteModel) -> tuple[Callable[[str], RenderedDialogue], tuple[int, ...]]:
     """(a function from task id to its dialogue, stop ids) of a tokenizer: a directory, a hub id or a run folder."""
     from posttrain.engine.files.pretrained_files import read_tokenizer
     from posttrain.engine.model.stop_tokens import resolve_stops

@@ -64,15 +64,15 @@ class SearchReport:
         from posttrain.search.search_kinds import ONE
 
         # Gains are over a single answer, which is always among the points.
-        one = next(p for p in self.points if p.kind == ONE)
+        single = next(p for p in self.points if p.kind == ONE)
         front = frontier(self.points)
         rows = list[tuple[str, ...]]()
         for p in self.points:
-            gain = p.gain(one)
-            more = "-" if p is one else short(gain.mean, gain.low, gain.high, "+")
+            gain = p.gain(single)
+            gain_words = "-" if p is single else short(gain.mean, gain.low, gain.high, "+")
             score = short(p.score.mean, p.score.low, p.score.high)
-            rows.append((p.name, score, f"{p.tokens:.1f}", more, "*" if p in front else ""))
-        what = "mean reward" if one.grades.graded else "accuracy"
+            rows.append((p.name, score, f"{p.tokens:.1f}", gain_words, "*" if p in front else ""))
+        what = "mean reward" if single.grades.graded else "accuracy"
         return table("", ("search", f"{what} [95 %]", "tokens", "gain [95 %]", ""), rows, words=("search",))
 
     def notes(self) -> list[str]:
@@ -180,8 +180,8 @@ def _run_searches(
         roles = resources.enter_context(closing(make_roles(run, policy, environment, ())))
         if weights is not None:
             load_weights(weights, roles.learner)
-        tools, scorer_line = _tools(request, run, policy, roles, run_folder, resources)
-        points = wait(_points(request, tools, roles, environment, samples))
+        step_search, scorer_line = _step_search(request, run, policy, roles, run_folder, resources)
+        points = wait(_points(request, step_search, roles, environment, samples))
     by_cost = tuple(sorted(points, key=lambda p: p.tokens))
     return SearchReport(name, environment.name, scorer_line, len(environment.heldout), samples, by_cost)
 
@@ -194,23 +194,24 @@ async def served(roles: PolicyRoles) -> int:
 
 
 async def _points(
-    request: SearchRequest, tools: StepSearch, roles: PolicyRoles, environment: Environment, samples: int
+    request: SearchRequest, step_search: StepSearch, roles: PolicyRoles, environment: Environment, samples: int
 ) -> list[SearchPoint]:
     """Serve the weights and measure each search."""
     from posttrain.search.curves import leading, search_point
 
-    tools = replace(tools, version=await served(roles))
-    return leading([await search_point(kind, tools, environment.heldout, samples) for kind in request.kinds])
+    step_search = replace(step_search, version=await served(roles))
+    return leading([await search_point(kind, step_search, environment.heldout, samples) for kind in request.kinds])
 
 
-def _tools(
+def _step_search(
     request: SearchRequest, run: Run, policy: Policy, roles: PolicyRoles, run_folder: Path | None, resources: ExitStack
 ) -> tuple[StepSearch, str]:
-    """Returns the tools that every search uses, and the line that names the scorer."""
+    """Returns the parts that every search uses, and the line that names the scorer."""
     from posttrain.search.step_sampling import StepSearch
 
     dialogue, contract = roles.rollout.dialogue, run.stages[0].contract
     assert contract is not None
+    # No scorer of steps, and no separator between them (`""`): a judge may bring both, below.
     without_scores = StepSearch(
         roles.engine,
         None,
@@ -348,9 +349,9 @@ def _check_single_turn(environment: Environment) -> None:
     turn_words = "with tools" if (abilities.tools(task) if abilities.tools else task.tools) else ""
     turn_words = turn_words or ("with other seats" if abilities.seats is not None else "")
     # The right answer, where it is known: a wrong one may end the episode early and hide a second turn.
-    known = None if abilities.gold is None else abilities.gold.right(task)
+    right_turns = None if abilities.gold is None else abilities.gold.right(task)
     try:
-        several = len(wait(attempt(environment, task, known or ("",))).turns) > 1
+        several = len(wait(attempt(environment, task, right_turns or ("",))).turns) > 1
     except IndexError:  # it asks for another turn than the script has
         several = True
     turn_words = turn_words or ("of several turns" if several else "")

@@ -35,6 +35,7 @@ def asked_run(
             "searches have a report of their own:"
             " posttrain.evaluation.evaluate_search.evaluate_searches(target, *words)"
         )
+    # `change` is called back with the run, once it is read, and leaves its objects here.
     named_objects: list[RuntimeObjects] = []
 
     def change(run: Run) -> Run:

@@ -123,16 +123,16 @@ def evaluate_reward_model(
 
 def asked_run(target: str | Path, overrides: tuple[str, ...], trust: bool) -> Run:
     """The run whose environment has the judgements."""
-    prompts = any(word.partition("=")[0].strip() == "env.prompts" for word in overrides)
-    named = any(word.partition("=")[0].strip() in ("env", "env.name") for word in overrides)
+    sets_prompts = any(word.partition("=")[0].strip() == "env.prompts" for word in overrides)
+    names_env = any(word.partition("=")[0].strip() in ("env", "env.name") for word in overrides)
     # The settings of prompts make an environment of prompts, unless another one is named.
-    words = ("env=prompts", *overrides) if prompts and not named else overrides
+    words = ("env=prompts", *overrides) if sets_prompts and not names_env else overrides
     if is_run(target):
-        if prompts or named:  # the settings of the run's own environment mean nothing there
+        if sets_prompts or names_env:  # the settings of the run's own environment mean nothing there
             run = run_file(target).run
             return dotted.apply(replace(run, env=Env(heldout=run.env.heldout)), list(words))
         return admitted(target, *words, parts=("env",), allow=trust)
-    if not (prompts or named):
+    if not (sets_prompts or names_env):
         raise ConfigError(
             f"{target} is a reward model: say which judged completions it is to score, for example"
             f" posttrain eval {target} env.prompts=pairs.jsonl"

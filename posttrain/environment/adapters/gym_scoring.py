@@ -65,7 +65,7 @@ def scored(data: Any, request: ScoringRequest) -> Verdict:
         score = data.score_answer(request.answer, request.entry)
     except MemoryError:  # the worker ends, and the pool tries the request again
         raise
-    except Exception as error:
+    except Exception as error:  # scorers raise anything on an answer that they cannot read
         try:
             # The same scorer on an answer that is known to be right: if it raises there as well, the answer is
             # not to blame.

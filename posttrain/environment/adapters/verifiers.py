@@ -145,7 +145,7 @@ class Verifiers(SingleTurn):
             # An error of a tool is a result of what the policy did. Any other shows nothing about the policy.
             if error is not None and not isinstance(error, package().ToolError):
                 raise error
-        except BaseException:
+        except BaseException:  # a cancelled episode too
             if policy.state is not None:
                 await self.inner.rubric.cleanup(policy.state)
             raise
@@ -248,7 +248,7 @@ def _loaded(env_id: str, args: dict[str, Any]) -> Any:
             f"{PREFIX}{env_id}: {error} Environments are Python packages: install it (prime env install OWNER/{env_id},"
             f" or pip), or name its file: {PREFIX}path/{env_id}.py"
         ) from error
-    except Exception as error:
+    except Exception as error:  # an environment's own code may raise anything
         raise ConfigError(
             f"{PREFIX}{env_id} with env.args {args} does not load: {type(error).__name__}: {error}"
         ) from error

@@ -125,11 +125,11 @@ def _own_way(rubric: Any) -> bool:
 async def score(rubric: Any, state: Any) -> list[Judged]:
     """A rubric's verdicts about an ended episode."""
     if _own_way(rubric):
-        return await _whole(rubric, state)
-    return [await _one(rubric, f, w, state) for f, w in zip(rubric.funcs, rubric.weights, strict=True)]
+        return await _rubric_verdicts(rubric, state)
+    return [await _function_verdict(rubric, f, w, state) for f, w in zip(rubric.funcs, rubric.weights, strict=True)]
 
 
-async def _one(rubric: Any, function: Any, weight: float, state: Any) -> Judged:
+async def _function_verdict(rubric: Any, function: Any, weight: float, state: Any) -> Judged:
     """The verdict of one function, called as the package does. An exception is a failure here and not a 0."""
     name = getattr(function, "__name__", type(function).__name__)
     raised: list[Exception] = []
@@ -153,13 +153,13 @@ async def _one(rubric: Any, function: Any, weight: float, state: Any) -> Judged:
     return Judged(name, float(weight), redacted(verdict))
 
 
-async def _whole(rubric: Any, state: Any) -> list[Judged]:
+async def _rubric_verdicts(rubric: Any, state: Any) -> list[Judged]:
     """The verdicts of a rubric with its own way of scoring: its reward as one source, its metrics with weight 0."""
     name = type(rubric).__name__
     seconds = SECONDS * max(1, len(rubric._get_reward_func_names()))
     try:
         await call(rubric.score_rollout, seconds, state)
-    except Exception as error:
+    except Exception as error:  # a rubric's own code may raise anything
         return [Judged(name, 1.0, redacted(failed_call(error, None, seconds)))]
     metrics = {k: _numbered(x) for k, x in (state["metrics"] or {}).items()}
     return [

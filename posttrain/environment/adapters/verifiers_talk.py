@@ -65,7 +65,7 @@ class PolicyClient:
                 " that are read here. Use a model whose template does (docs/guides/templates.md)"
             )
         # Tools belong to the prompt, so they are shown with the first request only.
-        self._talk.see([self._told(m) for m in new], schemas if not self._turns else ())
+        self._talk.see([self._as_shown(m) for m in new], schemas if not self._turns else ())
         turn = await self._talk.say(most)
         self._last = turn.stop
         if not turn.tokens and not turn.stop.finished:
@@ -101,8 +101,9 @@ class PolicyClient:
         self._known = prompt
         return prompt[n:]
 
-    def _told(self, message: Message) -> Message:
-        """A tool's answer with its name. For a call that reached no tool, the reason replaces the answer."""
+    def _as_shown(self, message: Message) -> Message:
+        """A new message as the policy is shown it: a tool's answer gets the tool's name. For a call that reached no
+        tool, the reason replaces the answer."""
         if message["role"] != "tool":
             return message
         call_id = message.get("tool_call_id", "")
@@ -127,8 +128,8 @@ class PolicyClient:
 
     def _call(self, number: int, parsed: ToolCall | Malformed, tools: set[str], types: Any) -> Any:
         """A call in the package's form. One that cannot be made gets arguments that no tool accepts: the package
-        answers it with an error, which `_told` replaces by the reason."""
-        call_id = f"{self._turns:04}{number:05}"
+        answers it with an error, which `_as_shown` replaces by the reason."""
+        call_id = f"{self._turns:04}{number:05}"  # 9 characters, as Mistral's templates want
         why = ""
         if isinstance(parsed, Malformed):
             why = f"this call could not be read: {parsed.why}"

@@ -23,8 +23,8 @@ TASKS_EACH = 12
 """The number of tasks on which each kind of answer is tried."""
 TEMPLATE = "Thank you for your question. Let me think step by step. In conclusion, the answer is clear."
 CLOSE = 0.9
-"""An answer that reads nothing is as good as a real one from this share on, between the least that is paid (0) and the
-mean of real answers (1)."""
+"""An answer that reads nothing counts as good as a real one if it earns this much or more, on a scale from the least
+that any answer earns (0) to the mean of real answers (1)."""
 
 
 def _unread_answers(task: Task, rng: random.Random) -> Mapping[str, str]:
@@ -54,13 +54,13 @@ async def unread(s: Subject) -> Answer:
     words = ", ".join(f"{kind} earns {x:.3g}" for kind, x in means.items())
     words += f" ({unjudged} of {len(judged)} could not be judged)" if unjudged else ""
     written = [(t, (s.completions[t.id],)) for t in tasks if t.id in s.completions]
-    real_rewards = [x for x in (t.outcome for t in await s.judge_all(written, repeat=True)) if x is not None] or list(
+    real_rewards = [x for x in (a.outcome for a in await s.judge_all(written, repeat=True)) if x is not None] or list(
         s.earned
     )
     real_name, best_of = "your real answers", "your best"
     # Without real answers, the answers of the data are compared. Their form was chosen so that they earn most.
     if not real_rewards:
-        real_rewards = [t.outcome for t in s.gold.values() if t.outcome is not None]
+        real_rewards = [a.outcome for a in s.gold.values() if a.outcome is not None]
         real_name, best_of = "the data's answers, in the form that earns most,", "the best"
     if not real_rewards:
         return Mark.WARN, f"{words}; no real answer is known to hold this against"

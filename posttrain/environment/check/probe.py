@@ -123,6 +123,7 @@ class Dependence:
 
 
 Round = list[tuple[Task, tuple[str, ...]]]
+"""(task, turns) of answers that are judged together."""
 
 
 def questions(pairs: Sequence[tuple[Task, Task, Sequence[tuple[str, ...]]]]) -> tuple[Round, Round, Round]:

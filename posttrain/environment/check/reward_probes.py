@@ -40,7 +40,7 @@ async def gold(s: Subject) -> Answer:
     """Compares right answers with wrong ones: all of them must be judged, and paid more, on every task."""
     if not s.gold:
         return NOTHING_KNOWN
-    broken = [t.failed for t in s.gold.values() if t.failed is not None]
+    broken = [answer.failed for answer in s.gold.values() if answer.failed is not None]
     if broken:
         first = broken[0]
         return Mark.FAIL, (
@@ -56,14 +56,14 @@ async def gold(s: Subject) -> Answer:
             f" {prompt_words(example.task.prompt)} earned {dict(example.scores)}"
         )
     # Only an environment that promises full reward is held to exactly 1; the user's rewards may be on any scale.
-    if s.env.vouches_for_gold and (less := [t for t in s.gold.values() if t.scores.get(s.env.name) != 1.0]):
+    if s.env.vouches_for_gold and (less := [a for a in s.gold.values() if a.scores.get(s.env.name) != 1.0]):
         example = less[0]
         return Mark.FAIL, (
             f"{example.said} is right for {prompt_words(example.task.prompt)}, and the environment pays"
             f" {example.scores.get(s.env.name)}, not 1"
         )
-    scored = [(t, source) for t in s.gold.values() for source in s.sources if source in t.scores]
-    if lost := [(t, source) for t, source in scored if source not in s.deciding(t.task)]:
+    scored = [(a, source) for a in s.gold.values() for source in s.sources if source in a.scores]
+    if lost := [(a, source) for a, source in scored if source not in s.deciding(a.task)]:
         example, source = lost[0]
         return Mark.FAIL, (
             f"{source} pays {len(lost)} of {len(s.gold)} right answers no more than a wrong one, such as"
@@ -116,7 +116,7 @@ def _where_paid(probe: Callable[[Subject], Awaitable[Answer]]) -> Callable[[Subj
 async def distractor(s: Subject) -> Answer:
     """Judges wrong answers that look right."""
     # A wrong answer fails if it earns as much as the right one to its task, or as much as the best right one anywhere.
-    best = {source: max(t.scores.get(source, 0.0) for t in s.gold.values()) for source in s.sources}
+    best = {source: max(a.scores.get(source, 0.0) for a in s.gold.values()) for source in s.sources}
     for judged in s.wrong.values():
         for source in s.sources:
             score = judged.scores.get(source, 0.0)
@@ -281,10 +281,10 @@ async def several(s: Subject) -> Answer:
     # A pair is left out if one answer contains the other (12 and 2): a verifier may read either one.
     tasks = [t for t in s.known if s.near(t)[-1] not in s.right(t)[-1] and s.right(t)[-1] not in s.near(t)[-1]]
     pairs = [(t, (s.right(t)[-1], s.near(t)[-1])) for t in tasks]
-    first, last = [
+    right_first, right_last = [
         await s.judge_all([(t, s.last(t, "\n".join(texts[::step]))) for t, texts in pairs]) for step in (1, -1)
     ]
-    if both := [a for a, b in zip(first, last, strict=True) if set(s.paid(a)) & set(s.paid(b))]:
+    if both := [a for a, b in zip(right_first, right_last, strict=True) if set(s.paid(a)) & set(s.paid(b))]:
         by_chance = len(both) / len(tasks) <= s.chance(len(tasks))
         return Mark.WARN if by_chance else Mark.FAIL, (
             f"a right answer beside a wrong one is paid in either order on {len(both)} of {len(tasks)} tasks, such"
@@ -319,10 +319,11 @@ async def _share_paid(s: Subject, rows: Sequence[Task], by: int) -> float:
 async def told(s: Subject) -> Answer:
     """Looks for the answers in the prompts, and for those of other tasks to see how much is chance."""
     tasks = [t for t in s.tasks if t.answer is not None and s.core(t).strip()]
-    # The answer of the next task stands in a prompt by chance only. This share is subtracted.
+    # For each prompt: whether its own answer stands in it, and whether that of the next task does, which can be so by
+    # chance only. The share of the second is subtracted.
     contained = [
-        [bool(contains(replace(t, answer=s.core(b)), conversation(t.prompt)).score) for b in (t, o)]
-        for t, o in zip(tasks, tasks[1:] + tasks[:1], strict=True)
+        [bool(contains(replace(t, answer=s.core(of)), conversation(t.prompt)).score) for of in (t, following)]
+        for t, following in zip(tasks, tasks[1:] + tasks[:1], strict=True)
     ]
     own_share, chance = (
         (sum(x) / max(1, len(contained)) for x in zip(*contained, strict=True)) if contained else (0.0, 0.0)

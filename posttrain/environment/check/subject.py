@@ -86,7 +86,7 @@ class Subject:
         for name in (*SHAPES, *([WRITTEN] if has_completions else [])):
             self.shape = name  # `right` writes in this form; whoever calls sets the best one
             judged = await self.judge_all([(t, self.right(t)) for t in tasks])
-            earned[name] = math.fsum(t.outcome or 0.0 for t in judged)
+            earned[name] = math.fsum(answer.outcome or 0.0 for answer in judged)
         return max(earned, key=lambda n: earned[n])
 
     async def _dependences(self) -> dict[str, Dependence]:
@@ -124,7 +124,8 @@ class Subject:
         return SHAPES.get(self.shape, "{}").format(text)
 
     def near(self, task: Task) -> tuple[str, ...]:
-        """Turns that look right and are not: the environment's distractor, or the answer to another question."""
+        """Turns that look right and are not: the environment's distractor, or the answer to another question. Where all
+        answers are equal, the right one with a question mark."""
         if self.env.vouches_for_gold and self.env.knows_distractor:
             return self.env.distractor(task)
         right = self.core(task)
@@ -142,6 +143,7 @@ class Subject:
         return [a for a, _ in Counter(self.core(t) for t in self.known).most_common()]
 
     def random(self, name: str) -> random.Random:
+        """Random numbers of the probe `name`, the same in every check."""
         return random.Random(f"posttrain check {name}")
 
     async def judge(self, task: Task, turns: Sequence[str], repeat: bool = False) -> JudgedAnswer:
@@ -190,8 +192,8 @@ class Subject:
 
     def _wins(self, source: str, sign: int) -> int:
         """The number of tasks on which a source scores the right answer higher (sign 1), or the wrong one (sign -1)."""
-        both = [(self.gold[i].scores.get(source), self.wrong[i].scores.get(source)) for i in self.gold]
-        return sum(right is not None and wrong is not None and sign * (right - wrong) > 0 for right, wrong in both)
+        scores = [(self.gold[i].scores.get(source), self.wrong[i].scores.get(source)) for i in self.gold]
+        return sum(right is not None and wrong is not None and sign * (right - wrong) > 0 for right, wrong in scores)
 
     @property
     def shaping(self) -> tuple[str, ...]:
@@ -230,8 +232,8 @@ class Subject:
         attempts = [(task, kind, text) for task in tasks for kind, text in say(task).items()]
         judged = await self.judge_all([(task, (text,)) for task, _, text in attempts], repeat=True)
         attacks: dict[str, Attack] = {}
-        for (_, kind, _), t in zip(attempts, judged, strict=True):
-            attacks.setdefault(kind, Attack(kind)).add(t, self.paid(t))
+        for (_, kind, _), answer in zip(attempts, judged, strict=True):
+            attacks.setdefault(kind, Attack(kind)).add(answer, self.paid(answer))
         return sorted(attacks.values(), key=lambda a: -a.share)
 
 
@@ -242,6 +244,7 @@ class Attack:
     kind: str
     tried: int = 0
     hits: list[tuple[JudgedAnswer, tuple[str, ...]]] = field(default_factory=list[tuple[JudgedAnswer, tuple[str, ...]]])
+    """(answer, the sources that pay it like a right one), where there is such a source."""
 
     def add(self, answer: JudgedAnswer, paid: tuple[str, ...]) -> None:
         self.tried += 1

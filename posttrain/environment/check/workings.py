@@ -63,9 +63,9 @@ def _differ(one: Sequence[JudgedAnswer], two: Sequence[JudgedAnswer]) -> str:
 async def repeats(s: Subject) -> Answer:
     """Judges one answer at a time, so that concurrency cannot be the reason for a difference."""
     cases = _mixed(s)[:24]
-    first = [await s.judge(*x) for x in cases]
+    first = [await s.judge(*case) for case in cases]
     for _ in range(REPEATS - 1):
-        if why := _differ(first, [await s.judge(*x) for x in cases]):
+        if why := _differ(first, [await s.judge(*case) for case in cases]):
             return Mark.FAIL, why
     return Mark.OK, f"{len(cases)} answers judged {REPEATS} times"
 
@@ -73,9 +73,9 @@ async def repeats(s: Subject) -> Answer:
 async def pool(s: Subject) -> Answer:
     """Judges many answers at once, in another order and with frequent thread switches."""
     cases = _mixed(s)[:24]
-    alone = [await s.judge(*x) for x in cases]
+    alone = [await s.judge(*case) for case in cases]
     # A verifier whose verdicts change even one at a time would fail here too, and not because of the crowd.
-    if _differ(alone, [await s.judge(*x) for x in cases]):
+    if _differ(alone, [await s.judge(*case) for case in cases]):
         return Mark.SKIP, "the verdicts differ even one at a time"
     crowd = [i % len(cases) for i in range(CONCURRENT)]
     s.random("crowd").shuffle(crowd)
@@ -127,7 +127,7 @@ async def episodes(s: Subject) -> Answer:
 async def odd(s: Subject) -> Answer:
     """Judges texts on which a parser may fail."""
     judged = [(kind, await s.judge(s.tasks[0], (text,), repeat=True)) for kind, text in ODD.items()]
-    if failures := [(kind, t.failed) for kind, t in judged if t.failed]:
+    if failures := [(kind, answer.failed) for kind, answer in judged if answer.failed]:
         kind, j = failures[0]
         assert j is not None
         return Mark.FAIL, (
@@ -138,11 +138,11 @@ async def odd(s: Subject) -> Answer:
 
 
 async def throughput(s: Subject) -> Answer:
-    """Measures how many answers are judged in a second, 64 at a time, and how long one takes alone."""
+    """Measures how many answers are judged in a second, 64 at a time, and how long one takes alone (the median)."""
     cases, judged_count, singles = _mixed(s), 0, list[float]()
-    for x in cases[:8]:
+    for case in cases[:8]:
         begun = time.perf_counter()
-        await s.judge(*x)
+        await s.judge(*case)
         singles.append(time.perf_counter() - begun)
     begun = time.perf_counter()
     while (seconds := time.perf_counter() - begun) < SECONDS or not judged_count:

@@ -130,6 +130,7 @@ class Arithmetic(SingleTurn):
         right = _chain(_terms(attempt.task))
         steps = attempt.text.removesuffix(";").split(";")
         # `Judged.end` is in tokens, and `spoken_upto` converts positions in characters. Each step ends behind its `;`.
+        # The last one ends with the turn: a position behind the whole text counts all tokens, the stop token too.
         ends = [*accumulate(len(step) + 1 for step in steps[:-1]), len(attempt.text) + 1]
         return tuple(
             Judged("step", 1.0, Verdict.value(i < len(right) and step == right[i]), attempt.spoken_upto(end))

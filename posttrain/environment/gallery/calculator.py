@@ -63,6 +63,7 @@ class CalculatorEnv(GeneratedTasks):
         return "0123456789+-*/()<>[]:?=;cal"
 
     def _computation(self, rng: np.random.Generator) -> tuple[int, str, int, int]:
+        """(left operand, operator, right operand, value), drawn at random."""
         a, b = (int(n) for n in rng.integers(0, self.max_operand + 1, size=2))
         op = self.ops[int(rng.integers(len(self.ops)))]
         return a, op, b, {"+": a + b, "-": a - b, "*": a * b}[op]
@@ -74,11 +75,11 @@ class CalculatorEnv(GeneratedTasks):
     async def play(self, task: Task, talk: Talk) -> Stop:
         talk.see(task.prompt)
         for turns_left in reversed(range(self.turns)):
-            said = await talk.say()
-            if not said.stop.finished or not is_request(said.text):
-                return said.stop
+            turn = await talk.say()
+            if not turn.stop.finished or not is_request(turn.text):
+                return turn.stop
             if turns_left:
-                talk.see(self._printed(task, said.text) + result(said.text))
+                talk.see(self._printed(task, turn.text) + result(turn.text))
         return Stop.TURNS
 
     def _printed(self, task: Task, request: str) -> str:
@@ -134,7 +135,7 @@ def _misread(rng: np.random.Generator, value: int) -> int:
     """The number with one digit changed."""
     digits = list(str(abs(value)))
     at = int(rng.integers(len(digits)))
-    digits[at] = str((int(digits[at]) + 1 + int(rng.integers(9))) % 10)
+    digits[at] = str((int(digits[at]) + 1 + int(rng.integers(9))) % 10)  # any digit but the old one
     return int("".join(digits)) * (-1 if value < 0 else 1)
 
 

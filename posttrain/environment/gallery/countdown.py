@@ -122,9 +122,9 @@ class Countdown(GeneratedTasks):
         if style == "document":
             shown = target + (int(rng.integers(1, 4)) if false else 0)
             return "", f"{solution}={shown}"
-        return str(task.prompt), self._missing(rng, solution, target) if false else solution
+        return str(task.prompt), self._off_target(rng, solution, target) if false else solution
 
-    def _missing(self, rng: np.random.Generator, solution: str, target: int) -> str:
+    def _off_target(self, rng: np.random.Generator, solution: str, target: int) -> str:
         """The solution with one operator changed so that it misses the target. At least one such change exists."""
         places = [i for i, c in enumerate(solution) if c in "+-*/"]
         others = [solution[:i] + op + solution[i + 1 :] for i in places for op in "+-*/" if op != solution[i]]

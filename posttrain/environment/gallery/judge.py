@@ -66,7 +66,8 @@ class Judge(GeneratedTasks):
 
     def __post_init__(self) -> None:
         judge_format(self.format)
-        # With such a gap the sides' scores in whole numbers (`_scored`) always differ, so no critique ends in a tie.
+        # With such a gap the sides' scores in whole numbers (`_scored`) always differ (9 * 1/8 > 1), so no critique
+        # ends in a tie.
         require(1 / 8 <= self.gap <= 0.5, self.name, f"gap={self.gap:g}: must lie in 0.125..0.5")
 
     @property
@@ -114,7 +115,7 @@ class Judge(GeneratedTasks):
 
     def draw(self, rng: np.random.Generator, name: str) -> Task | None:
         """A task from a random place of the judged world; None if the drawn completions do not fit."""
-        # A task stores only this place in the endless source of the world.
+        # A task stores only this place in the source of the world. There are so many that hardly one is drawn twice.
         index = int(rng.integers(2**40))
         inner = task_at(self.judged_world, index)
         # `wanted` is drawn first, and a completion that does not fit is refused (None), so that half of the completions
@@ -127,13 +128,13 @@ class Judge(GeneratedTasks):
             return self._task(name, index, (label.completion,), good, good) if label.good == wanted else None
         pair = self._offered.draw(inner, "pair", rng)
         assert isinstance(pair, Pair)
-        value = self._utility(inner, pair.chosen) - self._utility(inner, pair.rejected)
-        if abs(value) < self.gap:
+        true_gap = self._utility(inner, pair.chosen) - self._utility(inner, pair.rejected)
+        if abs(true_gap) < self.gap:
             return None
         texts, gold = self._ordered(pair, rng)
         # The judge of the world may err. Then `gold`, the side that was judged better, is not the side that is truly
         # better.
-        return self._task(name, index, texts, gold, gold if value > 0 else 1 - gold)
+        return self._task(name, index, texts, gold, gold if true_gap > 0 else 1 - gold)
 
     def _ordered(self, pair: Pair, rng: np.random.Generator) -> tuple[tuple[str, str], int]:
         """The two sides in an order drawn at random, and the place of the chosen one."""
@@ -142,7 +143,8 @@ class Judge(GeneratedTasks):
         return (pair.rejected, pair.chosen), 1
 
     def _task(self, task_id: str, index: int, texts: tuple[str, ...], gold: int, best: int) -> Task:
-        """A task. `gold` is the side that was judged better, and `best` the one that truly is; neither is shown."""
+        """A task. `gold` is the side that was judged better, and `best` the one that truly is; neither is shown. Of one
+        completion they are 1 (good) or 0, so the verdict `ends[0]`, Yes, belongs to 1."""
         return Task(
             id=task_id,
             prompt=self.asked(conversation(task_at(self.judged_world, index).prompt), texts),
@@ -218,7 +220,7 @@ class Judge(GeneratedTasks):
 
     @property
     def pays_parts(self) -> bool:
-        # One order of two may pay half, and some forms pay -1 for a wrong verdict. So it need not earn exactly 0.
+        # One order of two may pay half, and some forms pay -1. So a wrong verdict need not earn exactly 0.
         return self.form.consistency or self.form.pays(None, 0) != 0
 
     def gold(self, task: Task) -> tuple[str, ...]:
@@ -287,7 +289,7 @@ class Judge(GeneratedTasks):
 
 
 def _answered(task: Task, text: str) -> str:
-    """Returns the answer of a completion, where the world's answers are whole numbers."""
+    """Returns the answer of a completion, where the world's answers are whole numbers; else ''."""
     return (last_integer(text) or "") if last_integer(str(task.answer)) is not None else ""
 
 

@@ -30,7 +30,7 @@ FILLERS = ("so", "um")
 WEIGHTS = {"correctness": 0.4, "politeness": 0.3, "length": 0.3}
 """Weights of what the judges want. A wrong reply is worth 0.6 at most."""
 WORST_RIGHT = 0.6
-"""A reply that is worth no more than this scores 0."""
+"""A reply that is worth no more than this scores 0: a wrong reply can be worth as much."""
 BEST_POLITE = 2
 """The number of polite words that is best. One more is as bad as one less, and four are as bad as none."""
 TOLERANCE = 6

@@ -43,6 +43,7 @@ def biases(groups: Sequence[Group], read: Callable[[str], Scores | None]) -> Gau
                 longer_side = int(lengths[1] > lengths[0])
                 # A difference, because the longer side may be the better one in more than half of the pairs.
                 longer.append(float(side == longer_side) - float(best == longer_side))
+    # Sample k of one order belongs to sample k of the other. A pair whose other order was not judged is left out.
     both_right = [a and b for each in orders.values() if len(each) == 2 for a, b in zip(*each, strict=False)]
     gauges = {
         "eval/first_chosen": Gauge(sum(first), len(first)),
@@ -103,7 +104,7 @@ def surface_baselines(known: Sequence[Pair], held: Sequence[Pair]) -> list[Surfa
         for name in {*a, *b}:
             occurrences[name] += 1
     always = dict(surface_features(""))
-    # Counts and presences have a name for each word, so they are bounded. Both features of a word count, hence the 2.
+    # Counts and presences have a name for each word, so they are bounded. A word has both features, hence the 2.
     frequent = sorted((n for n in occurrences if n not in always), key=lambda n: (-occurrences[n], n))[: 2 * FREQUENT]
     names = [*always, *frequent]
     for a, b in sides:
@@ -115,10 +116,10 @@ def surface_baselines(known: Sequence[Pair], held: Sequence[Pair]) -> list[Surfa
                     tally[0] += won
                     tally[1] += 1.0
     held_sides = [_sides(p) for p in held]
-    known_results = {n: _right(wins[n], n, sides) for n in names}
+    known_results = {n: _results(wins[n], n, sides) for n in names}
     # The order comes from the known pairs: the best of hundreds on the held-out pairs would look good by chance.
     order = sorted(names, key=lambda n: -sum(known_results[n]))
-    return [SurfaceFeature(n, Score.of(_right(wins[n], n, held_sides))) for n in order]
+    return [SurfaceFeature(n, Score.of(_results(wins[n], n, held_sides))) for n in order]
 
 
 def _sides(pair: Pair) -> tuple[dict[str, str], dict[str, str]]:
@@ -126,10 +127,11 @@ def _sides(pair: Pair) -> tuple[dict[str, str], dict[str, str]]:
     return dict(surface_features(pair.chosen)), dict(surface_features(pair.rejected))
 
 
-def _right(
+def _results(
     tally: dict[str, list[float]], name: str, sides: Sequence[tuple[dict[str, str], dict[str, str]]]
 ) -> list[float]:
-    """For each pair 1 if the baseline prefers the chosen side, 0 if the other, 1/2 if it cannot tell."""
+    """For each pair 1 if the baseline prefers the chosen side, 0 if the other, 1/2 if it cannot tell. `tally`: for each
+    value of the feature `name`, the comparisons that it won and all that it was in."""
 
     def worth(side: dict[str, str]) -> float:
         won, met = tally.get(side.get(name, ""), (1.0, 2.0))

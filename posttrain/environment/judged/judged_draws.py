@@ -43,7 +43,7 @@ class JudgedData:
         # A pair is also a ranking of two, and two labels. A ranking or rating gives no label, because the data do not
         # say from which value on a completion is good.
         own_kind = self._judged[0].kind
-        can_give: dict[Kind, bool] = {own_kind: own_kind != "ranking" or self._ordered}
+        can_give: dict[Kind, bool] = {own_kind: own_kind != "ranking" or self._ordered}  # with ties there is no order
         can_give["pair"] = own_kind != "steps" and not self.unpaired
         can_give["ranking"] = can_give.get("ranking", False) or own_kind == "pair"
         can_give["label"] = own_kind in ("label", "pair")
@@ -88,15 +88,16 @@ class JudgedData:
         )
 
     def every(self, task: Task, kind: Kind) -> Sequence[Judgement]:
-        """Judgements that hold every completion which `draw` may give; none where it gives what the row has."""
+        """Judgements that together have every completion that `draw` may give of this task. Empty where `draw` gives
+        the row's own judgement, which has them all."""
         row = self._by_id[task.id]
         judged = row.judged
         if judged is not None and kind == "label":
             return self._labels(row, judged)
         if judged is None or kind != "pair" or judged.kind == "pair":
             return ()
-        holding = {i: pair for pair in self._pairs(row) for i in pair}  # one pair for each completion
-        return [self._pair_of(row, judged, pair) for pair in dict.fromkeys(holding.values())]
+        pair_with = {i: pair for pair in self._pairs(row) for i in pair}  # a pair for each completion, by its index
+        return [self._pair_of(row, judged, pair) for pair in dict.fromkeys(pair_with.values())]
 
     def _labels(self, row: PromptRow, judged: JudgedRow) -> list[Label]:
         judged_texts = zip(judged.completions, judged.values, strict=True)
@@ -115,8 +116,8 @@ class JudgedData:
         """Indices, in the group of a row, of the pairs that can be made of it."""
         values = [w.value for w in self._groups[self._group_of(row)]]
         # There is at least one pair, because `kinds` has `pair` only where no row is `unpaired`.
-        better = range(len(values)) if self.columns.pairs == "any" else _at(values, max(values))
-        worse = _at(values, min(values)) if self.columns.pairs == "ends" else range(len(values))
+        better = range(len(values)) if self.columns.pairs == "any" else _indices_of(values, max(values))
+        worse = _indices_of(values, min(values)) if self.columns.pairs == "ends" else range(len(values))
         return [(i, j) for i in better for j in worse if values[i] > values[j]]
 
     def _pair_of(self, row: PromptRow, judged: JudgedRow, pair: tuple[int, int]) -> Pair:
@@ -172,6 +173,6 @@ class JudgedData:
         return next((t for t, v in values.items() if v == best), next(w.completion for w in group if w.value == best))
 
 
-def _at(values: Sequence[float], value: float) -> list[int]:
+def _indices_of(values: Sequence[float], value: float) -> list[int]:
     """The indices at which a value stands."""
     return [i for i, x in enumerate(values) if x == value]

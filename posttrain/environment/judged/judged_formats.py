@@ -32,7 +32,8 @@ def format_of(data: Mapping[str, Any], c: JudgedColumns) -> str:
 
 
 def standard(data: Mapping[str, Any], c: JudgedColumns) -> Mapping[str, Any]:
-    """A row of one of these formats, checked, with a prompt, steps and labels in the columns of `c`, and its others."""
+    """A row of one of these formats, checked: prompt, steps and labels in the columns of `c`, other columns as they
+    are."""
     reader, consumed = READERS[format_of(data, c)]
     prompt, steps, labels = reader(data)
     other_columns = {k: v for k, v in data.items() if k not in consumed}
@@ -45,8 +46,8 @@ Steps = tuple[str, list[str], list[int]]
 def _prm800k(data: Mapping[str, Any]) -> Steps:
     """The path that the labeler took: at each step the chosen completion, else the human's, else the first one, with
     which the path ends. Alternatives to a chosen step are not read. A path ends before a step without a rating."""
-    problem = _text("question.problem", _at("question", data.get("question"), "problem"))
-    step_entries = _list("label.steps", _at("label", data.get("label"), "steps"))
+    problem = _text("question.problem", _field("question", data.get("question"), "problem"))
+    step_entries = _list("label.steps", _field("label", data.get("label"), "steps"))
     steps: list[str] = []
     labels: list[int] = []
     for i, step in enumerate(step_entries):
@@ -110,11 +111,11 @@ def _bench(data: Mapping[str, Any]) -> Steps:
     """`label` is the index of the first wrong step, from 0, and -1 where all are right. Nothing is known of the steps
     behind a wrong one, so they are not read; the column `steps` keeps them."""
     steps = [_text(f"steps[{i}]", s) for i, s in enumerate(_list("steps", data.get("steps")))]
-    first = data.get("label")
-    if type(first) is not int or not -1 <= first < len(steps):
-        raise DataError(f"'label' is {first!r:.40}, wanted the index of the first wrong step of {len(steps)}, or -1")
-    count = len(steps) if first < 0 else first + 1
-    return _text("problem", data.get("problem")), steps[:count], [1 if i != first else -1 for i in range(count)]
+    wrong_at = data.get("label")
+    if type(wrong_at) is not int or not -1 <= wrong_at < len(steps):
+        raise DataError(f"'label' is {wrong_at!r:.40}, wanted the index of the first wrong step of {len(steps)}, or -1")
+    count = len(steps) if wrong_at < 0 else wrong_at + 1
+    return _text("problem", data.get("problem")), steps[:count], [1 if i != wrong_at else -1 for i in range(count)]
 
 
 READERS: dict[str, tuple[Callable[[Mapping[str, Any]], Steps], frozenset[str]]] = {
@@ -125,7 +126,7 @@ READERS: dict[str, tuple[Callable[[Mapping[str, Any]], Steps], frozenset[str]]] 
 """The reader of each format, and the columns that are dropped when it has read them."""
 
 
-def _at(name: str, value: Any, key: str) -> Any:
+def _field(name: str, value: Any, key: str) -> Any:
     if not isinstance(value, Mapping):
         raise DataError(f"{name!r} is {kind_words(value)}, wanted an object with {key!r}")
     return value.get(key)

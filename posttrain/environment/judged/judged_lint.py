@@ -101,16 +101,16 @@ def across_the_split(pairs: Sequence[tuple[PromptRow, str, str]], held: Set[str]
     equal by chance. Shorter ones have to follow the same prompt, apart from case and white space.
     """
 
-    def same(row: PromptRow, chosen: str, rejected: str) -> tuple[str, ...]:
+    def compared(row: PromptRow, chosen: str, rejected: str) -> tuple[str, ...]:
         texts = (normalised(chosen), normalised(rejected))
         prompt = "" if len("".join(texts)) >= LONG else normalised("\n".join(texts_of(row.task.prompt)))
         return (*texts, prompt)
 
-    trained = {same(*pair) for pair in pairs if pair[0].key not in held}
+    trained = {compared(*pair) for pair in pairs if pair[0].key not in held}
     tested = [pair for pair in pairs if pair[0].key in held]
     return _places(
         "duplicates across the split",
-        [pair[0] for pair in tested if same(*pair) in trained],
+        [pair[0] for pair in tested if compared(*pair) in trained],
         "{} of {} held-out pairs are also trained on, after a prompt that is written differently",
         len(tested),
         "held-out accuracy measures memory there: write equal prompts alike, so that they are on one side of the split",
@@ -133,7 +133,7 @@ def one_side_cut(pairs: Sequence[tuple[PromptRow, str, str]], length: Length, co
     too_long = [(row, [length(row.task, text) > context for text in (c, r)]) for row, c, r in pairs]
     finding = _places(
         "one side over the context",
-        [row for row, (one, other) in too_long if one != other],
+        [row for row, (chosen_long, rejected_long) in too_long if chosen_long != rejected_long],
         f"{{}} of {{}} pairs have one side alone that is longer than the context of {context} tokens",
         len(pairs),
         "cut there, a side would lose its end and the other not: leave such pairs out, or raise the context",

@@ -107,6 +107,7 @@ def _before_a_word(texts: Sequence[str], shared: str) -> int:
     """The position at which the prompt ends so that no word is cut; 0 where there is none. Spaces before the next word
     belong to the rest."""
     cut = len(shared)
+    # Back to where a word ends: behind a space, or in front of one that every text has there.
     while cut and not (shared[cut - 1].isspace() or all(len(t) > cut and t[cut].isspace() for t in texts)):
         cut -= 1
     while cut and shared[cut - 1] == " ":

@@ -183,6 +183,7 @@ class Taste:
 
 
 DEMONSTRATED: tuple[Kind, ...] = ("pair", "label")
+"""The kinds of judgement that demonstrations give."""
 
 
 def judgements_of(write: Write, style: str) -> Judgements:

@@ -63,7 +63,7 @@ def json_rows(path: Path) -> Rows:
 def _parse(place: str, raw: bytes) -> Any:
     """The JSON value of these bytes. DataError with the place, if they are none."""
     try:
-        return json.loads(raw.decode("utf-8"), object_pairs_hook=lambda pairs: _once(place, pairs))
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=lambda pairs: _with_unique_keys(place, pairs))
     except UnicodeDecodeError as error:
         raise DataError(
             f"{place}: byte {error.start + 1} (0x{raw[error.start]:02x}) is not UTF-8; save the file as UTF-8"
@@ -77,7 +77,7 @@ def _parse(place: str, raw: bytes) -> Any:
         raise DataError(f"{place}: cannot be read as JSON: {error}") from None
 
 
-def _once(place: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _with_unique_keys(place: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object of these pairs. DataError if a key occurs twice: JSON allows it, but would lose a value."""
     values = dict(pairs)
     if len(values) < len(pairs):
@@ -128,7 +128,7 @@ def parquet(path: Path) -> Rows:
         yield from _numbered(str(path), (row for batch in batches for row in batch.to_pylist()))
     except DataError:  # of `_bounded`, which already says what is wrong and where
         raise
-    except Exception as error:
+    except Exception as error:  # whatever the package raises for a file that it cannot read
         raise DataError(f"{path}: cannot be read as parquet: {error}") from error
 
 
@@ -137,7 +137,7 @@ def saved(path: str, split: str) -> Rows:
     datasets = _package("datasets", "datasets", f"reading the data set in {path}")
     try:
         data = datasets.load_from_disk(path)
-    except Exception as error:
+    except Exception as error:  # whatever the package raises for a folder that it cannot read
         raise DataError(f"{path}: is a folder, but no data set saved with save_to_disk: {error}") from error
     if isinstance(data, datasets.DatasetDict):
         if split not in data:
@@ -151,7 +151,7 @@ def hub(name: str, split: str) -> Rows:
     datasets = _package("datasets", "datasets", f"loading {name!r} from the hub")
     try:
         data = datasets.load_dataset(name, split=split)
-    except Exception as error:
+    except Exception as error:  # whatever the package, the network or the hub gives as an error
         raise DataError(
             f"{name!r} is no file here, and the hub gave no data set for it: {type(error).__name__}: {error}"
         ) from error

@@ -37,7 +37,7 @@ def read_all(config: Env, columns: JudgedColumns, given: RuntimeObjects) -> Data
     used_ids: set[str] = set()
     for number, data_set in enumerate(data_sets):
         # All rows of one set are of one kind, so the first rows of two sets are compared.
-        _same_kind(data_sets[0].rows[0], data_set.rows[0], columns)
+        _check_same_kind(data_sets[0].rows[0], data_set.rows[0], columns)
         for row in data_set.rows:
             # Ids are unique within a set. Two sets may have the same id, so the second one gets the number of its set,
             # again and again where a row has that id too.
@@ -69,9 +69,9 @@ def read_rows(path: str, columns: JudgedColumns | None = None, given: RuntimeObj
             unfit.append((row.finding, place))
             continue
         if rows:
-            _same_kind(rows[0], row, columns)
+            _check_same_kind(rows[0], row, columns)
         if row.task.answer is not None:
-            _same_answer(answered.setdefault(row.key, row), row, columns.answer_column)
+            _check_same_answer(answered.setdefault(row.key, row), row, columns.answer_column)
         row_id = row.task.id
         if not row_id:
             repeats[row.key] = repeats.get(row.key, 0) + 1
@@ -89,7 +89,7 @@ def read_rows(path: str, columns: JudgedColumns | None = None, given: RuntimeObj
     if not rows:
         note = f", but {len(unfit)} that were left out (env.args.leave_out)" if unfit else ""
         raise DataError(f"{path} has no rows{note}")
-    return _together(path, rows, unfit, columns)
+    return _checked_together(path, rows, unfit, columns)
 
 
 def checked_rows(
@@ -100,8 +100,10 @@ def checked_rows(
         yield place, read_row(place, data, columns)
 
 
-def _together(path: str, rows: list[PromptRow], unfit: list[tuple[str, Place]], columns: JudgedColumns) -> DataRows:
-    """The rows, after the checks that need all of them."""
+def _checked_together(
+    path: str, rows: list[PromptRow], unfit: list[tuple[str, Place]], columns: JudgedColumns
+) -> DataRows:
+    """The rows, after the checks that need all of them. `unfit`: (finding, place) of each row that was left out."""
     # Whether a pair can be made of a row depends on the other rows with its prompt, so it is known only here.
     kind = rows[0].judged.kind if rows[0].judged is not None else None
     if kind in ("label", "rating") and "unpaired" in columns.left_out:
@@ -111,7 +113,7 @@ def _together(path: str, rows: list[PromptRow], unfit: list[tuple[str, Place]], 
         rows = [r for r in rows if r.task.id not in unpaired]
         unfit = [*unfit, *(("unpaired", r.place) for r in unpaired.values())]
     if kind == "steps" and not columns.zero_label:
-        _zero_is_clear(rows, columns)
+        _check_zero_is_clear(rows, columns)
     lines = list(_left_out_words(unfit, len(rows) + len(unfit)))
     if other_kind := also_judged(rows[0], columns):
         lines.append(
@@ -139,7 +141,7 @@ def _left_out_words(unfit: list[tuple[str, Place]], count: int) -> Iterator[str]
         )
 
 
-def _zero_is_clear(rows: list[PromptRow], columns: JudgedColumns) -> None:
+def _check_zero_is_clear(rows: list[PromptRow], columns: JudgedColumns) -> None:
     """DataError where a label 0 may mean wrong or neutral."""
     labels = {x for r in rows if r.judged is not None and not r.judged.zero_is_neutral for x in r.judged.labels}
     # If the data have -1, 0 means neutral. Without -1, 0 may mean wrong, and wrong steps would be read as neutral ones.
@@ -151,29 +153,29 @@ def _zero_is_clear(rows: list[PromptRow], columns: JudgedColumns) -> None:
         )
 
 
-def _same_kind(first: PromptRow, row: PromptRow, columns: JudgedColumns) -> None:
+def _check_same_kind(first: PromptRow, row: PromptRow, columns: JudgedColumns) -> None:
     """DataError where rows were judged in different ways, or have ratings of different attributes."""
-    one, other = first.judged, row.judged
-    if (one and one.kind) != (other and other.kind):
-        words = [f"judged as {x.kind}" if x else "not judged" for x in (other, one)]
+    before, now = first.judged, row.judged
+    if (before and before.kind) != (now and now.kind):  # None where a row was not judged
+        words = [f"judged as {x.kind}" if x else "not judged" for x in (now, before)]
         raise DataError(
             f"{row.place}: the row is {words[0]}, and the one at {first.place} is {words[1]}: make a file of each kind,"
             " or say which it is with env.args.judged"
         )
-    if one and other and one.ratings.keys() != other.ratings.keys():
+    if before and now and before.ratings.keys() != now.ratings.keys():
         raise DataError(
-            f"{row.place}: the ratings are {', '.join(other.ratings)}, and at {first.place} they are"
-            f" {', '.join(one.ratings)}: rate the same attributes in every row"
+            f"{row.place}: the ratings are {', '.join(now.ratings)}, and at {first.place} they are"
+            f" {', '.join(before.ratings)}: rate the same attributes in every row"
         )
 
 
-def _same_answer(first: PromptRow, row: PromptRow, column: str) -> None:
+def _check_same_answer(first: PromptRow, row: PromptRow, column: str) -> None:
     """DataError if an earlier row has the same prompt and another answer: every response would be wrong for one row."""
-    one, other = first.task.answer, row.task.answer
+    before, now = first.task.answer, row.task.answer
     # 12 and "12" are the same answer, because some files write numbers as text.
-    if one != other and str(one) != str(other):
+    if before != now and str(before) != str(now):
         raise DataError(
-            f"{row.place}: {column!r} is {other!r:.80}, and the same prompt has {one!r:.80} at {first.place}: one of"
+            f"{row.place}: {column!r} is {now!r:.80}, and the same prompt has {before!r:.80} at {first.place}: one of"
             " the two would score every policy wrong. Keep one row, or give a list of answers and a reward that takes"
             " any of them"
         )

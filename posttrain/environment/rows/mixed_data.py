@@ -37,23 +37,23 @@ class MixedTasks:
     def task(self, index: int) -> Task:
         if index < 0:
             raise IndexError(f"task index {index} is negative")
-        which, drawn = self._place(index)
+        list_index, drawn = self._place(index)
         # The order of each pass has its own generator, so task i depends on the seed and i alone.
-        epoch, position = divmod(drawn, len(self.lists[which]))
-        if self._orders.get(which, (-1, []))[0] != epoch:
-            rng = seeds.generator(self.seed, f"mixed/{which}", epoch)
-            self._orders[which] = epoch, rng.permutation(len(self.lists[which])).tolist()
-        return self.lists[which][self._orders[which][1][position]]
+        epoch, position = divmod(drawn, len(self.lists[list_index]))
+        if self._orders.get(list_index, (-1, []))[0] != epoch:  # -1: no order yet
+            rng = seeds.generator(self.seed, f"mixed/{list_index}", epoch)
+            self._orders[list_index] = epoch, rng.permutation(len(self.lists[list_index])).tolist()
+        return self.lists[list_index][self._orders[list_index][1][position]]
 
     def visit(self, index: int) -> int:
         """Returns the number of times that the task of this draw was drawn before."""
-        which, drawn = self._place(index)
-        return drawn // len(self.lists[which])
+        list_index, drawn = self._place(index)
+        return drawn // len(self.lists[list_index])
 
     def passes(self, draws: int) -> list[tuple[float, int]]:
         """Returns for each list the number of passes through it in `draws` draws, and its length."""
-        total, each = sum(self.weights), zip(self.weights, map(len, self.lists), strict=True)
-        return [(draws * w / total / count, count) for w, count in each]
+        total, weights_and_counts = sum(self.weights), zip(self.weights, map(len, self.lists), strict=True)
+        return [(draws * w / total / count, count) for w, count in weights_and_counts]
 
     def _place(self, index: int) -> tuple[int, int]:
         """(list, how many of it were drawn before) of a draw."""
@@ -63,7 +63,7 @@ class MixedTasks:
             # are kept, because each depends on those before it.
             n = len(self._places) + 1
             due = [w / total * n - self._drawn.get(i, 0) for i, w in enumerate(self.weights)]
-            which = due.index(max(due))
-            self._places.append((which, self._drawn.get(which, 0)))
-            self._drawn[which] = self._drawn.get(which, 0) + 1
+            list_index = due.index(max(due))
+            self._places.append((list_index, self._drawn.get(list_index, 0)))
+            self._drawn[list_index] = self._drawn.get(list_index, 0) + 1
         return self._places[index]

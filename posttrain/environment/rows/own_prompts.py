@@ -75,8 +75,8 @@ class PromptsEnv(JudgedColumns, SingleTurn):
             # Each set has a share by its weight, and at least one prompt, so every set is evaluated.
             total = sum(w for _, w in self.mixed)
             counts = [max(1, round(self.heldout_count * w / total)) for _, w in self.mixed]
-            each = zip(self._sets, counts, strict=True)
-            return frozenset(k for rows, n in each if self.heldout_count for k in self._smallest(rows, n))
+            sets_and_counts = zip(self._sets, counts, strict=True)
+            return frozenset(k for rows, n in sets_and_counts if self.heldout_count for k in self._smallest(rows, n))
         return self._smallest(self.rows, self.heldout_count)
 
     @property
@@ -257,6 +257,7 @@ class PromptsEnv(JudgedColumns, SingleTurn):
 
     @cached_property
     def _judged(self) -> JudgedData | None:
+        # All rows were judged in one way, or none was (`data_rows`), so the first one tells.
         return JudgedData(self.rows, self) if self.rows and self.rows[0].judged is not None else None
 
     def distractor(self, task: Task) -> tuple[str, ...]:
@@ -305,8 +306,8 @@ def read_tasks(
     given: RuntimeObjects = RuntimeObjects(),
     cls: type[PromptsEnv] = PromptsEnv,
 ) -> PromptsEnv:
-    """The environment that reads `env.prompts` and is judged by `env.rewards`. Stages that only read rows need none.
-    `cls`: a class of the user's that plays them in its own way."""
+    """The environment of the rows of `env.prompts`, judged by `env.rewards`. Stages that only read rows need no
+    rewards. `cls`: a class of the user's that plays the rows in its own way."""
     if not config.prompts:
         raise ConfigError(
             f"env.name={config.name!r} needs env.prompts: a JSONL file, or a data set (local folder or hub id)"

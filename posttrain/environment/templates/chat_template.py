@@ -76,7 +76,8 @@ class Chat:
         self._tokenizer = tokenizer
         # A token without a text ends no turn that could be found in a text.
         self.stops = tuple(s for s in stops if s)
-        # Longer names first: with a shield inside a shorter name, a longer one around it would not be found.
+        # Longer names first: with a shield inside a shorter name, a longer one around it would not be found. A name of
+        # one character cannot be split.
         specials = (t for t in getattr(tokenizer, "all_special_tokens", ()) if len(t) > 1)
         self._specials = sorted(specials, key=len, reverse=True)
         # False: not determined yet. None: the template writes no calls in a known format.
@@ -102,7 +103,7 @@ class Chat:
             )
         except PosttrainError:
             raise
-        except Exception as error:
+        except Exception as error:  # a template may raise anything it likes
             by_template = isinstance(error, template_process.RefusedError)
             reason = str(error) if by_template else f"{type(error).__name__}: {error}"
             raise DataError(
@@ -267,6 +268,7 @@ class Chat:
         if not call_count:
             return Message(role="assistant", content=said)
         # Templates may compare the ids of calls with those of results, so the placeholders have the ids of the results.
+        # Invented ids have 9 characters, as Mistral's templates want them.
         ids = [m.get("tool_call_id", f"call{i:05}") for i, m in enumerate(m for m in new if m["role"] == "tool")]
         placeholders = [
             {"id": i, "type": "function", "function": {"name": "probe_tool", "arguments": self._arguments}}

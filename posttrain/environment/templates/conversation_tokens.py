@@ -169,7 +169,8 @@ def _weights(
     tools: Tools,
     arguments: bool,
 ) -> np.ndarray:
-    """float64 [T]: the weight of each token of a turn, which is the last of `messages`."""
+    """float64 [T]: the weight of each token of a turn, which is the last of `messages`. Without `arguments` the tokens
+    of its calls' arguments have the weight 0."""
     weight_T = np.full(len(ids), weight)
     if arguments or "tool_calls" not in messages[-1]:
         return weight_T

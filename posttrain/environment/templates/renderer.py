@@ -79,6 +79,7 @@ class Renderer:
         if not len(ids):
             raise DataError(f"{_named(task)}: the prompt has no tokens; the policy cannot speak after nothing")
         if self.context is not None and len(ids) >= self.context:
+            # Of a longer text `encode` gives the beginning alone, so its length is not known.
             count = f"{len(ids)}" if len(ids) <= 2 * self.context else f"more than {2 * self.context}"
             raise DataError(
                 f"{_named(task)}: the prompt has {count} tokens, and a context of {self.context} leaves no room to"
@@ -179,8 +180,8 @@ class Renderer:
             )
         spaced = self._exact_ids(f" {word}")
         # If the space is a token of its own, one spelling is enough.
-        inside = spaced is None or spaced[len(spaced) - len(alone) :] == alone
-        return (alone,) if inside else (alone, cast("tuple[int, ...]", spaced))
+        space_apart = spaced is None or spaced[len(spaced) - len(alone) :] == alone
+        return (alone,) if space_apart else (alone, cast("tuple[int, ...]", spaced))
 
     def _exact_ids(self, text: str) -> tuple[int, ...] | None:
         """The ids of a text, if decoding them gives the text again; else None."""
@@ -289,6 +290,7 @@ class RenderedDialogue:
         self._history: list[Message] | None = None
         """The messages shown so far, with a message for each turn of the policy; None before the prompt."""
         self._chat = False
+        """True if the conversation is messages, false if it is text."""
         self._tools: Tools = ()
         self._said: list[int] | None = None
         """The ids of the policy's last turn, until messages follow it."""

@@ -33,8 +33,8 @@ _OPENED = re.compile(rf"(?:{_TAGS})\s*\Z")
 def differs(before: str, whole: str) -> str:
     """The message `REWRITES` with the place at which the two renderings begin to differ."""
     at = len(common(before, whole))
-    one, two = (text[max(0, at - 20) : at + 40] for text in (before, whole))
-    return f"{REWRITES} (it wrote ...{one!r}, and then ...{two!r})"
+    earlier, later = (text[max(0, at - 20) : at + 40] for text in (before, whole))
+    return f"{REWRITES} (it wrote ...{earlier!r}, and then ...{later!r})"
 
 
 def common(a: str, b: str) -> str:

@@ -52,16 +52,16 @@ def template_findings(
     tools = env.abilities.tools is not None or any(t.tools for t in chats)
     lost = [f"{m} of task {t.id!r}" for t in chats for m in left_out(chat, t.prompt, t.tools)]
     lost += [m for role in (*follows, *(["tool"] if tools else [])) for m in _lost_after_a_turn(chat, role)]
-    begins = _begins_otherwise(chat)
+    difference = _begins_otherwise(chat)
     demonstrations = [(r.task, r.completion) for r in rows if learns and r.completion is not None]
     judged_rows = [r for r in rows if learns and r.judged is not None and r.judged.kind != "steps"]
-    written = f"the chat template leaves out {lost[0]}" if lost else "the chat template writes every message"
+    messages_seen = f"the chat template leaves out {lost[0]}" if lost else "the chat template writes every message"
     message_advice = "the policy never sees it: correct the template, or write it into another message"
-    prompt = begins or "the prompt ends where the policy's turn begins"
+    prompt_seen = difference or "the prompt ends where the policy's turn begins"
     prompt_advice = "let the template begin an assistant's turn where add_generation_prompt is set"
     return [
-        LintFinding("template: messages", written, warns=bool(lost), advice=message_advice),
-        LintFinding("template: generation prompt", prompt, warns=bool(begins), advice=prompt_advice),
+        LintFinding("template: messages", messages_seen, warns=bool(lost), advice=message_advice),
+        LintFinding("template: generation prompt", prompt_seen, warns=bool(difference), advice=prompt_advice),
         *_opened(
             render, chats, [*demonstrations, *((r.task, text) for r in judged_rows for text in r.judged.completions)]
         ),
@@ -142,6 +142,8 @@ def _begins_otherwise(chat: Chat) -> str:
     # Many templates open a thought in the prompt and leave it out of past turns, so one at the end does not count.
     prompt = _THOUGHT.sub("", before).rstrip()
     turn_start = _THOUGHT.sub("", whole[len(prompt) :]).strip()
+    # The turn has to begin as the prompt ends. A template without a generation prompt (`before == bare`) must write
+    # nothing between the prompt and the turn's text.
     if not whole or (whole.startswith(prompt) and (before != bare or not turn_start)):
         return ""
     return (

@@ -22,8 +22,8 @@ from posttrain.verifier.workers.worker_process import EndedError, Spec, WorkerEr
 LARGEST = 16 << 20
 """The most characters that a template may write."""
 SPEC = Spec(f"{__name__}:handler", cpu=2, wall=60.0, memory=1024, preload=True, quiet=True, most=8 * LARGEST)
-"""The limits of a rendering. Real templates take a few milliseconds. `most` bounds the reply in bytes. It is JSON, in
-which nearly every character has 6 bytes at most."""
+"""The limits of a rendering, in seconds and MiB. Real templates take a few milliseconds. `most` bounds the reply in
+bytes. It is JSON, in which nearly every character has 6 bytes at most."""
 LONGEST_ERROR = 1000
 """The most characters of a template's own error message that are passed on."""
 
@@ -63,7 +63,7 @@ def apply(
 def _ask(request: bytes, message_count: int) -> dict[str, Any]:
     """The process's reply. A process that was killed, or has ended with the thread that started it, is started anew."""
     with _SERVER.lock:
-        for last in (False, True):
+        for last_try in (False, True):
             try:
                 return _SERVER.worker().ask(request)
             except WorkerError as error:
@@ -72,7 +72,7 @@ def _ask(request: bytes, message_count: int) -> dict[str, Any]:
                 # The process may have been killed from outside: by the kernel without free memory, or with the thread
                 # that started it. The template is not to blame, and the request is sent once more. A crash of the
                 # rendering itself, or a limit, would happen again.
-                if error.kind == "crash" and (error.killed or not isinstance(error, EndedError)) and not last:
+                if error.kind == "crash" and (error.killed or not isinstance(error, EndedError)) and not last_try:
                     continue
                 raise LimitError(
                     f"the chat template was stopped while it wrote {message_count} messages: its process"

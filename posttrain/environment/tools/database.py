@@ -41,7 +41,7 @@ _ACTIONS = (
 )
 _ALLOWED = frozenset(getattr(sqlite3, f"SQLITE_{name}") for name in _ACTIONS.split())
 _FUNCTIONS = frozenset({"load_extension", "fts3_tokenizer", "readfile", "writefile", "edit"})
-"""Functions that are refused by name."""
+"""Functions that are refused by name: they load code, or reach files, memory or other programs."""
 
 
 class Database(Toolbox):
@@ -96,7 +96,7 @@ class Database(Toolbox):
 
     def _execute(self, sql: str) -> str:
         """Runs in the job's thread: executes the statement, updates the state, returns the answer."""
-        c, changes = self._connection, self._connection.total_changes
+        c, changes_before = self._connection, self._connection.total_changes
         try:
             cursor = c.execute(sql)
             # One row more than is shown tells whether there are more.
@@ -109,7 +109,7 @@ class Database(Toolbox):
             raise ToolError(str(error) or type(error).__name__) from None
         # The tables are read unless nothing changed. A query with rows may change some (RETURNING), and a change of the
         # schema is no query and changes no row.
-        changed = c.total_changes - changes
+        changed = c.total_changes - changes_before
         if not has_rows or changed:
             self._state = self._read()
         if not has_rows:
@@ -123,6 +123,7 @@ class Database(Toolbox):
 
     def _over(self) -> bool:
         """Returns whether the running statement has to end. SQLite calls this regularly."""
+        # Asked while the tables are read too, because `tick` lets other jobs go first.
         stopped = self._job is not None and self._job.tick()
         return time.thread_time() > self._reading if self._reading else stopped
 

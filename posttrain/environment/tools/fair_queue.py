@@ -103,8 +103,8 @@ class QueuedWork:
         await self._start()
         try:
             while not self.done.done():
-                # The wait lasts as long as the remaining time would on an idle processor. Then the clock is read again,
-                # because a job that waited for its turn has used less.
+                # The wait lasts as long as the remaining time would on an idle processor, and a moment at least. Then
+                # the clock is read again, because a job that waited for its turn has used less.
                 if (seconds_left := seconds - self.used()) <= 0:
                     self.stop()
                 await asyncio.wait([self.done], timeout=None if seconds_left <= 0 else max(seconds_left, 0.005))
@@ -127,7 +127,7 @@ class QueuedWork:
         try:
             # `Thread.start` would block the event loop until the thread runs
             start_new_thread(self._body, (asyncio.get_running_loop(),))
-        except BaseException:
+        except BaseException:  # the machine may refuse one more thread
             self.done.cancel()
             self._queue.leave()
             raise
@@ -185,7 +185,7 @@ class QueuedWork:
             if self.stopped:
                 raise InterruptedError("stopped before it began")
             result = self._work()
-        except BaseException as raised:
+        except BaseException as raised:  # `run` raises it again, whatever it is
             error = raised
         with self._lock:
             self._thread, self._ended = None, True

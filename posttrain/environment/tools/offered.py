@@ -83,7 +83,7 @@ class OfferedTools:
             return make[name](task.info.get(name))
         except ToolError as error:
             raise DataError(f"task {task.id!r}, column {name!r}: {error}") from None
-        except Exception as error:
+        except Exception as error:  # a column of any content: a wrong type, a script that is no SQL
             raise DataError(
                 f"task {task.id!r}: column {name!r} does not say how {name} begins: {type(error).__name__}: {error}"
             ) from error

@@ -31,7 +31,7 @@ class InterpreterSlots:
 
     @property
     def free(self) -> asyncio.Semaphore:
-        """The semaphore of the free slots for the running event loop."""
+        """The semaphore of the free slots for the running event loop: it cannot serve several loops."""
         return self._free.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._count))
 
 
@@ -41,6 +41,7 @@ class Python(Toolbox):
     def __init__(self, interpreters: InterpreterSlots) -> None:
         self._interpreters = interpreters
         self._slots: asyncio.Semaphore | None = None
+        """The semaphore of which this episode holds a slot; None: it holds none."""
         self._session: PythonSession | None = None
         self._lost = False
 

@@ -29,6 +29,8 @@ from posttrain.system.errors import ConfigError, nearest
 from posttrain.verifier.calling import Malformed, ToolCall
 
 Kind = Literal["ok", "refused", "timeout", "unknown", "arguments", "malformed"]
+"""How a call ended. `unknown`: there is no such tool; `arguments`: they do not fit its signature; `malformed`: the
+policy's text could not be read as a call."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -120,7 +122,7 @@ class Toolbox:
     async def __aenter__(self) -> Toolbox:
         try:
             await self.open()
-        except BaseException:
+        except BaseException:  # a cancelled episode too
             await self.close()
             raise
         return self
@@ -177,12 +179,13 @@ class CallCounts:
 
     kinds: dict[str, int] = field(default_factory=dict[str, int])
     seconds: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    """By tool: the seconds of all calls that reached it, and their number."""
     tried: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
     """By tool: the calls that reached it and got no result, and all that reached it."""
 
     def add(self, seen: Observation) -> None:
         self.kinds[seen.kind] = self.kinds.get(seen.kind, 0) + 1
-        if seen.kind in ("ok", "refused", "timeout"):
+        if seen.kind in ("ok", "refused", "timeout"):  # any other call reached no tool
             entry = self.seconds.setdefault(seen.name, [0.0, 0])
             entry[0] += seen.seconds
             entry[1] += 1

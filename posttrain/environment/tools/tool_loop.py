@@ -78,8 +78,8 @@ class Loop:
 
 
 def _messages(results: Sequence[Observation]) -> list[Message]:
-    """Results as messages for a chat template: one for each call, in order. Their ids are invented, in the form that
-    templates accept."""
+    """Results as messages for a chat template: one for each call, in order. Their ids are invented, with 9 characters,
+    as Mistral's templates want them."""
     return [
         Message(role="tool", name=r.name or "unknown", content=r.text, tool_call_id=f"call{i:05}")
         for i, r in enumerate(results)

@@ -316,6 +316,7 @@ def _same(a: Algorithm, b: Algorithm) -> bool:
     return all(getattr(a, f) == getattr(b, f) for f in CHOICES)
 
 
+# Both are counted over the same tokens.
 _CLIPS = ("policy/clip_low", "policy/clip_high")
 
 

@@ -33,7 +33,7 @@ class Weights:
     version: int | None
     """Optimizer steps of the run until then; None where the folder does not record it."""
     memory: Mapping[str, Any] | None = None
-    """The adaptive state of the stage's algorithm at that time."""
+    """The adaptive state of the stage's algorithm at that time; empty: it has just begun; None: not known."""
 
     def verified(self) -> Weights:
         """These weights. RunFolderError if their files are damaged."""
@@ -141,8 +141,8 @@ def candidates(folder: Path, run: Run, stage: Reinforce) -> list[Weights]:
     kept = folder / "kept"
     references = sorted(kept.glob(f"{stage.name}{KEPT_REFERENCE}*"))
     weights += [Weights(f"kept/{p.name}", p, int(p.name.rpartition("-")[2]), None) for p in references]
-    if (last := kept / stage.name).is_dir():
-        end = max(
+    if (end_folder := kept / stage.name).is_dir():
+        last_step = max(
             (f.index for f in run_reader.episode_files(folder) if f.stage == stage.name and f.kind == "train"),
             default=0,
         )
@@ -152,15 +152,20 @@ def candidates(folder: Path, run: Run, stage: Reinforce) -> list[Weights]:
             None,
         )
         weights.append(
-            Weights(f"kept/{last.name}", last, end, int(after_stage.state["version"]) if after_stage else None)
+            Weights(
+                f"kept/{end_folder.name}",
+                end_folder,
+                last_step,
+                int(after_stage.state["version"]) if after_stage else None,
+            )
         )
         weights += (
-            [Weights(after_stage.name, after_stage.folder, end, int(after_stage.state["version"]))]
+            [Weights(after_stage.name, after_stage.folder, last_step, int(after_stage.state["version"]))]
             if after_stage
             else []
         )
-    if (first := kept / starts(run.stages, stage)).is_dir():
-        weights.append(Weights(f"kept/{first.name}", first, 0, None, {}))
+    if (start_folder := kept / starts(run.stages, stage)).is_dir():
+        weights.append(Weights(f"kept/{start_folder.name}", start_folder, 0, None, {}))
     # Of two from the same step the one with a known version comes last, and `_nearest` takes the last.
     return sorted(weights, key=lambda w: (w.step or 0, w.version is not None))
 
