@@ -248,6 +248,12 @@ class Env:
         """True where something judges answers. Data that was judged beforehand may come without rewards."""
         return self.name != "prompts" or bool(self.rewards)
 
+    @property
+    def paid_sources(self) -> int:
+        """The number of sources that are paid: rewards, and the environment's own verdict where it has one."""
+        own = self.name != "prompts" and not self.measured
+        return own + sum(not r.measured and r.weight != 0 for r in self.rewards)
+
     def named_right(self, vouched: bool) -> float | None:
         """The smallest outcome of a right answer, where it is named: by `right`; or as 1 where the outcome is the
         environment's own verdict alone, and it is `vouched`: the environment promises that right answers score 1."""

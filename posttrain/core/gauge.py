@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 
-
 @dataclass(frozen=True)
 class Gauge:
     """A sum and a count. Gauges merge by adding, so a mean is always over all entries and never a mean of means."""

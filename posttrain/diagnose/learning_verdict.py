@@ -115,14 +115,9 @@ def _wants_right(run: Run, s: StageOutcome) -> bool:
 
     Some answer must have been right, and it must be known what is right: it is named, or several sources are paid.
     """
-    env = run.env_of(s.stage)
-    paid = [r for r in env.rewards if not r.measured and r.weight]
-    # Every environment but `prompts` has a verdict of its own, which is one more source beside `paid`.
     # Where nothing was ever right, the share of right answers tells nothing of the reward.
     ever_right = s.accuracy is not None and max(s.accuracy.before, s.accuracy.after) > 0
-    return (
-        s.graded and ever_right and s.tells is not None and (s.tells.named or len(paid) + (env.name != "prompts") > 1)
-    )
+    return s.graded and ever_right and s.tells is not None and (s.tells.named or run.env_of(s.stage).paid_sources > 1)
 
 
 def _accuracy_words(s: StageOutcome) -> str:
