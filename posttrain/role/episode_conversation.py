@@ -143,11 +143,13 @@ class SeatConversation:
         return allowed, reason
 
     def _record_turn(self, text: str, tokens: int) -> None:
+        """Called after each ended turn of this seat, with its text and its number of tokens."""
         raise NotImplementedError
 
 
 class OtherSeat(SeatConversation):
-    """A seat that is not trained. The record keeps its text and token counts only (`SeatTurn`)."""
+    """A seat that is not trained. The record keeps its text and token counts only (`SeatTurn`). `policy`: whether the
+    policy's engine speaks for it."""
 
     def __init__(
         self, name: str, player: Player, task: str, spent: SeatUsage, place: Callable[..., int], *, policy: bool
@@ -275,6 +277,7 @@ class DemonstrationTalk:
         self.transcript.see(ids)
 
     async def say(self, most: int | None = None) -> Utterance:
+        # `most` limits what is sampled. A demonstrated turn is said whole.
         if len(self.turns) == len(self._script):
             raise DataError(
                 f"task {self._task!r}: the demonstration has {len(self._script)} turns, and the episode goes on:"
@@ -316,6 +319,7 @@ def without_secrets(content: str | Sequence[Message]) -> str | list[Message]:
 def _without_secrets(content: Content) -> Content:
     """Parts are joined later, so a secret that is cut over several of them makes them one part."""
     clean = mapped(content, scrubbed)
+    # Both are texts or neither is. Both are tested, so that a type checker knows of both.
     if isinstance(clean, str) or isinstance(content, str):
         return clean
     # Joined, more is scrubbed than in the parts: a secret lay across their borders.

@@ -207,8 +207,8 @@ class Rollout:
         the rest aborted once the wanted number has ended. This favours short answers; `Group.aborted` counts how many
         were lost to it."""
         shown, greedy = request.shown, request.greedy
-        # 0 to started - 1 are sampled, and demonstrations come behind them: no two share random numbers, also where
-        # some are aborted.
+        # Siblings 0 to started - 1 are sampled, and demonstrations have the numbers behind them: no two share random
+        # numbers, also where some are aborted.
         wanted = request.siblings - (shown.siblings if shown else 0)
         started, talks = wanted + request.extra, dict[int, Conversation]()
         judging = SiblingVerdicts(self.environment, not self.judges)
@@ -227,14 +227,14 @@ class Rollout:
         finally:
             await judging.close()
         # The engine spent time on an aborted sibling's turns, so its tokens are counted from its conversation.
-        spoken = sum(talk.engine_tokens for i, talk in talks.items() if i not in {e.sibling for e in ended})
+        aborted_tokens = sum(talk.engine_tokens for i, talk in talks.items() if i not in {e.sibling for e in ended})
         aborted = started - len(ended)
         # The greedy answer is the last of `others`, so the first `request.siblings` are the siblings.
         siblings, logged = await judging.together((*ended, *others)[: request.siblings], request.at)
         episodes = await with_judges(self.judges, (*siblings, *others[len(others) - greedy :]))
         # Judges read the greedy answer in one call with the siblings. Here it is taken out of them.
         greedy_answer = episodes.pop() if greedy else None
-        return Group(task, visit, tuple(episodes), greedy_answer, aborted, spoken, logged)
+        return Group(task, visit, tuple(episodes), greedy_answer, aborted, aborted_tokens, logged)
 
     async def until(
         self,

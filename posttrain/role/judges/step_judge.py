@@ -102,6 +102,7 @@ class StepJudge:
     separator: str
     ends: TokenEnds
     resolution: float = 1e-5
+    """Relative difference up to which two scores count as equal; 1e-5 fits a model in float32."""
     line: str = ""
     """Description of the judge and of what it reads, as a line for people."""
 
@@ -136,6 +137,7 @@ class StepJudge:
         ]
 
     def given(self, ends: Sequence[int], scores: Sequence[float]) -> tuple[Judged, ...]:
+        """The verdicts about one answer, from the end and the score of each step."""
         return step_verdicts(self.name, self.reward, ends, scores, self.resolution)
 
     def _scores(self, segments: Sequence[Segment]) -> list[np.ndarray]:
@@ -178,6 +180,7 @@ def step_verdicts(
         verdict = Verdict.value(aggregated(scores, r.aggregate), why=said)
         return (Judged(name, r.weight, verdict, resolution=resolution, measured=r.measured, by_model=True),)
     each = progress(scores) if r.progress else scores
+    # Without `measured`: such a reward is about the whole answer, so it has steps=outcome (checked when it is built).
     return tuple(
         Judged(name, r.weight, Verdict.value(x, why=said), end, r.steps == "pay", resolution, by_model=True)
         for end, x, said in zip(ends, each, why or [""] * len(scores), strict=True)
