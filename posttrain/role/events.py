@@ -33,7 +33,7 @@ class KeptEvent:
     round: int
     """The round that imitates them, counted from 1."""
     improvement: int
-    """How often the same completions were imitated from before."""
+    """How many earlier rounds imitated from the same candidates."""
     kept: tuple[Candidate, ...]
     selects: bool = True
     """Whether they were selected now. False: a resumed stage took them up again."""

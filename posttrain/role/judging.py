@@ -145,12 +145,13 @@ class SiblingVerdicts:
             return out, {}
         attempts = [self._attempts[episodes[i].sibling] for i in ended]
         verdicts_by_attempt, logged = await judged_together(judge_together, attempts, at)
-        first: dict[tuple[Any, ...], tuple[Judged, ...]] = {}
+        # Equal answers get the verdicts of the first of them.
+        first_verdicts: dict[tuple[Any, ...], tuple[Judged, ...]] = {}
         for i, verdicts in zip(ended, verdicts_by_attempt, strict=True):
             e = out[i]
             # The key `(i,)` is unique: an episode with a state shares its verdicts with no other.
             answer_key = (i,) if e.state is not None else (e.stop, e.text, *_tokens(e.segments))
-            out[i] = replace(e, verdicts=(*e.verdicts, *first.setdefault(answer_key, verdicts)))
+            out[i] = replace(e, verdicts=(*e.verdicts, *first_verdicts.setdefault(answer_key, verdicts)))
         return out, logged
 
     async def close(self) -> None:

@@ -103,7 +103,8 @@ class GenerativeJudge:
 
     async def verdicts(self, episodes: Sequence[Episode]) -> list[Verdict]:
         """The verdict about each answer of a group."""
-        # Indices: n counts comparisons, i answers of the group, k the votes about one comparison.
+        # Indices: n counts comparisons, i answers of the group, k the votes about one comparison. yes[n][k] is the
+        # log p(Yes) of a vote.
         compared = comparisons(len(episodes), self.judging.sides, self.rivals)
         votes = await together([self._votes(episodes, sides) for sides in compared])
         kept = [self.kept(each) for each in votes]

@@ -28,7 +28,7 @@ SCORE_TOKENS = 4096
 
 
 class TokenScorer(Protocol):
-    """A model with a reward head that reads every token."""
+    """A model with a reward head that reads every token, as `step_scores` uses it: by a forward pass."""
 
     def forward(self, packed: Packed, reads: Reads = Reads()) -> Any: ...
 
@@ -79,7 +79,7 @@ def step_labels(judged: Sequence[Judgement], stage: RewardModel, batch: Batch, e
 
 
 class StepScorer(Protocol):
-    """A model with a reward head that reads every token."""
+    """A model with a reward head that reads every token, as `StepJudge` uses it: by its scores alone."""
 
     def tokens(self, packed: Packed) -> np.ndarray:
         """float64 [M]: the chance of a right answer after each spoken token, without gradient."""

@@ -183,7 +183,7 @@ class Selection:
     over: int
     """Number of chosen candidates that are over the limit of a prompt."""
     distinct: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Different completions that the rule chose of each prompt, before the limit; of plain samples."""
+    """By prompt: how many different completions the rule chose among the plain samples, before the limit."""
 
     def gauges(self, asked: RoundSamples, round: int) -> Gauges:
         plain = [c for c in self.kept if c.plain]

@@ -118,13 +118,14 @@ class FittingTasks:
             return None
         train = [source.task(i) for i in range(source.count)]
         every = abilities.judgements(environment).every or (lambda task, kind: ())
-        why: list[str] = []
+        # A message for each task about its first judgement that does not fit; '' where all fit.
+        misfits: list[str] = []
         for task in (*train, *heldout):
             # Each visit draws anew, so a draw that fits does not show that the next one does.
             judged = (*drawn(environment, [(task, 0)], kind, seed=0, stage=""), *every(task, kind))
-            why.append(next(filter(None, (misfit(j, renderer, context) for j in judged)), ""))
-        fit = tuple(task for task, wrong in zip(train, why[: len(train)], strict=True) if not wrong)
-        return FittingTasks(fit, sum(map(bool, why)), len(why), next(filter(None, why), ""))
+            misfits.append(next(filter(None, (misfit(j, renderer, context) for j in judged)), ""))
+        fit = tuple(task for task, wrong in zip(train, misfits[: len(train)], strict=True) if not wrong)
+        return FittingTasks(fit, sum(map(bool, misfits)), len(misfits), next(filter(None, misfits), ""))
 
 
 def fitting(stage: LearnsRows, judged: list[Judgement], renderer: PairRenderer, context: int) -> list[Judgement]:

@@ -25,7 +25,7 @@ from posttrain.system.errors import PosttrainError
 from posttrain.system.terminal_output import tell
 
 EXCHANGE = "an exchange with another rank failed"
-"""The reason of a rank that failed only because another rank did begins with these words."""
+"""Begins the reason of a rank that failed only because another rank had failed."""
 
 
 @dataclass(frozen=True)
