@@ -183,12 +183,12 @@ class Sync:
         log-probs of the probe where there was time."""
         if self.elsewhere is None:
             served = await self.transport.send(version, self.learner.shards(), self.sampler)
-            ours, scores = self.learner.fingerprint(), None
+            sent, scores = self.learner.fingerprint(), None
         else:
-            served, ours, scores = await self._meanwhile(version, self.elsewhere)
-        if served != ours:
+            served, sent, scores = await self._meanwhile(version, self.elsewhere)
+        if served != sent:
             raise InvariantError(
-                f"weight sync of version {version} failed: the learner's weights have fingerprint {ours}, the sampler"
+                f"weight sync of version {version} failed: the learner's weights have fingerprint {sent}, the sampler"
                 f" serves {served}. A tensor was skipped, stale or changed on the way; nothing sampled after this could"
                 " be trusted. Restart from the last checkpoint, and check that learner and sampler hold the same"
                 " architecture and dtype"
@@ -206,8 +206,8 @@ class Sync:
         sending = asyncio.ensure_future(self.transport.send(version, self.learner.shards(), self.sampler))
         try:
             await have_left()
-            ours, scores = self.learner.fingerprint(), self.learner.packed_score(packed_text(self.probe_ids))
-            return await sending, ours, scores
+            sent, scores = self.learner.fingerprint(), self.learner.packed_score(packed_text(self.probe_ids))
+            return await sending, sent, scores
         finally:
             # Where the learner's half raised, sending is stopped: nobody would compare these weights.
             if not sending.done():

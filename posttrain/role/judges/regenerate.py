@@ -69,7 +69,8 @@ def scored_steps(e: Episode) -> tuple[tuple[int, ...], tuple[float, ...]]:
             " them must find the first wrong step: leave one out of env.rewards"
         )
     lowest: dict[int, float] = {}
-    # Descending, so that the lowest score of an end is written last and stays.
+    # Descending, so that the lowest score of an end is written last and stays. `or` is for the type checker: `of_steps`
+    # has both numbers.
     for end, score in sorted(((j.end or 0, j.verdict.score or 0.0) for j in of_steps), reverse=True):
         lowest[end] = score
     ordered = sorted(lowest.items())

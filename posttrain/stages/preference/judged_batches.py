@@ -168,10 +168,10 @@ def batch_of(judgements: Sequence[Judgement], renderer: PairRenderer, context: i
     weights = np.array([j.weight if isinstance(j, Pair) else 1.0 for j in judgements])
     # [E]: one entry a completion, judgement by judgement. For a stream [M] the entry of a completion is repeated once
     # for each of its spoken tokens.
-    each_E = np.repeat(weights, [len(p) for p in parts])
+    weight_E = np.repeat(weights, [len(p) for p in parts])
     flat = [s for p in parts for s in p]
     spoken = [s.spoken for s in flat]
-    streams = {SIDE: np.repeat(np.array(sides, np.int32), spoken), WEIGHT: np.repeat(each_E, spoken)}
+    streams = {SIDE: np.repeat(np.array(sides, np.int32), spoken), WEIGHT: np.repeat(weight_E, spoken)}
     margins = [j.margin for j in judgements if isinstance(j, Pair) and j.margin is not None]
     # A stream needs a number for every token. So if one judgement has no margin, the whole stream is left out. For an
     # algorithm that reads margins, the stage then raises an error that names the row.

@@ -378,7 +378,7 @@ def _added(a: PreferenceAlgorithm, batch: Batch, rows: JudgedRows, tokens: _Toke
         # A gold completion stands on side 2 of its unit, beside the chosen and the rejected one.
         on_M = weight_M * (side_M == (2 if kind(term) == "GoldNLL" else 1))
         divisor = 1.0 if getattr(term, "over", "tokens") == "sequences" else on_M.sum()
-        out = out - coef * on_M / (divisor or 1.0)
+        out = out - coef * on_M / (divisor or 1.0)  # 0: no completion is on that side, so the term is 0
     return out, np.abs(out)
 
 
