@@ -80,7 +80,7 @@ def pack(
                 first=optimizer_step == 0,
                 versions=(version, version + optimizer_step + 1),
                 rng=rng,
-                now=None if optimizer_step == 0 else now,
+                now=None if optimizer_step == 0 else now,  # before the first one the weights are those of the scores
             )
 
 
