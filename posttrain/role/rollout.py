@@ -160,6 +160,7 @@ class Rollout:
         verdicts: tuple[Judged, ...],
         error: str,
     ) -> Episode:
+        """A played episode as a record, with the state without secrets."""
         text, state = "\n".join(talk.turns), scrubbed_data(talk.state)
         further_fields = (tuple(talk.lengths), talk.cut, talk.others, self.right)
         return Episode(task, visit, sibling, segments, stop, verdicts, text, error, state, *further_fields)
@@ -216,8 +217,8 @@ class Rollout:
         sampled = settled(
             [self.episode(task, visit, i, sampling, stream, talks, judging) for i in range(started)], wanted
         )
-        places = range(started, started + shown.siblings) if shown else ()
-        others_playing = [self.show(task, visit, i, sampling, shown.style if shown else None, judging) for i in places]
+        numbers = range(started, started + shown.siblings) if shown else ()
+        others_playing = [self.show(task, visit, i, sampling, shown.style if shown else None, judging) for i in numbers]
         if greedy:
             # In a random stream of its own, and without `talks`: it is no sibling, and is never aborted.
             argmax = replace(sampling, greedy=True, top=0)

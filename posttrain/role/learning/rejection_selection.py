@@ -104,7 +104,7 @@ def prompt_ids(group: Group) -> np.ndarray | None:
 
 
 def whole(e: Episode) -> bool:
-    """Returns whether the policy said something in an episode, and no turn of it was cut off or aborted."""
+    """Returns whether the policy said something in an episode that no limit cut off, and no turn of it was aborted."""
     return not e.stop.cut and not e.cut and e.spoken > 0 and not e.shown
 
 
