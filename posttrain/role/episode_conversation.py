@@ -63,6 +63,8 @@ class SeatConversation:
         self._spent, self._place = spent, place
         self._transcript = Transcript(player.sampling)
         self._closed: list[Transcript] = []
+        """Ended transcripts, whose history the template then wrote anew."""
+        # The spoken tokens of all turns before the last one, and the ids of the last one.
         self._before, self._last = 0, np.zeros(0, np.int32)
         self.turns: list[str] = []
         self.lengths: list[int] = []
@@ -96,7 +98,7 @@ class SeatConversation:
         self._transcript.say(said)
         self.lengths.append(len(said.ids))
         text = self._dialogue.said(said.ids)
-        # `_before` counts the tokens of all turns before the last one: characters are counted in the last turn alone.
+        # Characters are counted in the last turn alone (`spoken_upto`), so its ids are kept apart.
         self._before += len(self._last)
         self._last = said.ids
         self.turns.append(text)
@@ -243,7 +245,7 @@ class Conversation(SeatConversation):
 
 class DemonstrationTalk:
     """A `Talk` whose turns are those of a demonstration. The environment answers them as it answers the policy; where
-    it asks for more turns, that is a DataError."""
+    it asks for more turns, that is a DataError. `chat`: whether its prompt is messages, not plain text."""
 
     def __init__(
         self,

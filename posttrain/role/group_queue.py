@@ -40,6 +40,7 @@ class TakenGroups:
 
     played: tuple[Group, ...]
     passed: tuple[bool, ...]
+    """Whether the filter lets each of them pass."""
     begun: int
     """The version of the sampler when the first of them was asked."""
     versions: tuple[int, ...]

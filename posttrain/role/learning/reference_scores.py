@@ -121,6 +121,7 @@ class ReferenceScores:
                 and int(lengths.sum()) == len(logp)
                 and bool(np.all(np.isfinite(logp)))
             )
+        # AttributeError: the file has no metadata.
         except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunFolderError(
                 f"{path} is damaged ({error}). Remove {folder}, and --resume computes it again"

@@ -81,6 +81,7 @@ class ReplayBuffer:
     def rows(self) -> tuple[QueuedGroup, ...]:
         """Returns the groups that the buffer holds, as plain data. `begun` is the step. The episodes are written beside
         it."""
+        # -1 and 0: no group of the buffer is asked again, so its task needs no index and no cursor.
         plain = [QueuedGroup(index=-1, visit=b.group.visit, cursor=0, begun=b.step) for b in self.held]
         return tuple(p.ended(b.group, Gauge(0, 0)) for p, b in zip(plain, self.held, strict=True))
 

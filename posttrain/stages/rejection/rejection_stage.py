@@ -79,6 +79,7 @@ class RejectionWork:
 
     index: int
     opens: bool = False
+    """Whether the step opens a round."""
     plain: Experience | None = None
     hinted: Experience | None = None
     regenerated: tuple[RegeneratedAnswer, ...] = ()
