@@ -44,8 +44,7 @@ class TakenGroups:
     begun: int
     """The version of the sampler when the first of them was asked."""
     versions: tuple[int, ...]
-    """The versions that their tokens may have: those of the learner at the beginning of the last steps, oldest
-    first."""
+    """The versions that their tokens may have: the learner's at the beginning of the last steps, oldest first."""
     engine: Gauges
     """The engine's counters for them."""
 

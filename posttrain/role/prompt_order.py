@@ -52,7 +52,6 @@ class Prompts:
         # A curriculum goes through a list of tasks, or draws from it. A source without end has no such list.
         if self.curriculum is not None and self.source.count is None:
             self.curriculum = None
-        # -1, here and in `_index`: no epoch was begun, and no task was taken.
         self._epoch = -1
         self._order: list[int] = []
         self._tasks: list[Task] | None = None

@@ -160,7 +160,7 @@ class Rollout:
         verdicts: tuple[Judged, ...],
         error: str,
     ) -> Episode:
-        """A played episode as a record, with the state without secrets."""
+        """A played episode as it may be recorded: its state has no secrets."""
         text, state = "\n".join(talk.turns), scrubbed_data(talk.state)
         further_fields = (tuple(talk.lengths), talk.cut, talk.others, self.right)
         return Episode(task, visit, sibling, segments, stop, verdicts, text, error, state, *further_fields)

@@ -155,9 +155,8 @@ class Sync:
         return served
 
     async def _try_adapter(self, version: int) -> None:
-        """Show once that the sampler computes with the adapter, by pushing a loud one (large random numbers) as
-        `version`. A young adapter changes log-probs by less than rounding, so a sampler without it would pass the other
-        checks."""
+        """Show once that the sampler computes with the adapter, by pushing a loud one (random numbers) as `version`. A
+        young adapter changes log-probs by less than rounding, so a sampler without it would pass the other checks."""
         trial = self.learner.adapter()
         if trial is None:
             return

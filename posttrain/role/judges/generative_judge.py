@@ -142,9 +142,8 @@ class GenerativeJudge:
             return Vote(sides, np.zeros(0, np.int32), 0, None, "", str(error))
 
     async def vote(self, prompt: str, sides: tuple[int, ...], *place: seeds.Coordinate) -> Vote:
-        """One judgement of this prompt, with the random numbers of `place`, which begins with the task's id. It is
-        drawn up to `DRAWS` times until it has a verdict. DataError where the prompt cannot be encoded, or is too
-        long."""
+        """One judgement of this prompt, with the random numbers of `place` (the task's id first), drawn up to `DRAWS`
+        times until it has a verdict. DataError where the prompt cannot be encoded, or is too long."""
         ids = self.renderer.prompt(prompt, str(place[0]))
         drawn: Vote | None = None
         # Each draw has a random place of its own: with the same place the judge would write the same text again.

@@ -79,7 +79,6 @@ class RejectionWork:
 
     index: int
     opens: bool = False
-    """Whether the step opens a round."""
     plain: Experience | None = None
     hinted: Experience | None = None
     regenerated: tuple[RegeneratedAnswer, ...] = ()
