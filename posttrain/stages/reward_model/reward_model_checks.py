@@ -99,7 +99,6 @@ def reads_the_end(learner: Learner, batch: Batch) -> None:
             "the score of a completion does not depend on its last token, at which this reward head reads: it is read"
             " at another token, or after another cut"
         )
-    # 1e-3: the other scores may differ by rounding.
     if np.abs(after[1:] - before[1:]).max(initial=0.0) > 1e-3 * max(1.0, float(np.abs(before).max())):
         raise InvariantError("the score of a completion depends on the sequence beside it in the minibatch")
 
