@@ -63,6 +63,8 @@ class SeatConversation:
         self._spent, self._place = spent, place
         self._transcript = Transcript(player.sampling)
         self._closed: list[Transcript] = []
+        """Ended transcripts, whose history the template then wrote anew."""
+        # The spoken tokens of all turns before the last one, and the ids of the last one.
         self._before, self._last = 0, np.zeros(0, np.int32)
         self.turns: list[str] = []
         self.lengths: list[int] = []
@@ -96,7 +98,7 @@ class SeatConversation:
         self._transcript.say(said)
         self.lengths.append(len(said.ids))
         text = self._dialogue.said(said.ids)
-        # `_before` counts the tokens of all turns before the last one: characters are counted in the last turn alone.
+        # Characters are counted in the last turn alone (`spoken_upto`), so its ids are kept apart.
         self._before += len(self._last)
         self._last = said.ids
         self.turns.append(text)
@@ -143,11 +145,13 @@ class SeatConversation:
         return allowed, reason
 
     def _record_turn(self, text: str, tokens: int) -> None:
+        """Called after each ended turn of this seat, with its text and its number of tokens."""
         raise NotImplementedError
 
 
 class OtherSeat(SeatConversation):
-    """A seat that is not trained. The record keeps its text and token counts only (`SeatTurn`)."""
+    """A seat that is not trained. The record keeps its text and token counts only (`SeatTurn`). `policy`: whether the
+    policy's engine speaks for it."""
 
     def __init__(
         self, name: str, player: Player, task: str, spent: SeatUsage, place: Callable[..., int], *, policy: bool
@@ -241,7 +245,7 @@ class Conversation(SeatConversation):
 
 class DemonstrationTalk:
     """A `Talk` whose turns are those of a demonstration. The environment answers them as it answers the policy; where
-    it asks for more turns, that is a DataError."""
+    it asks for more turns, that is a DataError. `chat`: whether its prompt is messages, not plain text."""
 
     def __init__(
         self,
@@ -275,6 +279,7 @@ class DemonstrationTalk:
         self.transcript.see(ids)
 
     async def say(self, most: int | None = None) -> Utterance:
+        # `most` limits what is sampled. A demonstrated turn is said whole.
         if len(self.turns) == len(self._script):
             raise DataError(
                 f"task {self._task!r}: the demonstration has {len(self._script)} turns, and the episode goes on:"
@@ -316,6 +321,7 @@ def without_secrets(content: str | Sequence[Message]) -> str | list[Message]:
 def _without_secrets(content: Content) -> Content:
     """Parts are joined later, so a secret that is cut over several of them makes them one part."""
     clean = mapped(content, scrubbed)
+    # Both are texts or neither is. Both are tested, so that a type checker knows of both.
     if isinstance(clean, str) or isinstance(content, str):
         return clean
     # Joined, more is scrubbed than in the parts: a secret lay across their borders.

@@ -33,7 +33,7 @@ class KeptEvent:
     round: int
     """The round that imitates them, counted from 1."""
     improvement: int
-    """How often the same completions were imitated from before."""
+    """How many earlier rounds imitated from the same candidates."""
     kept: tuple[Candidate, ...]
     selects: bool = True
     """Whether they were selected now. False: a resumed stage took them up again."""
@@ -200,43 +200,43 @@ class Observers:
     @property
     def names(self) -> tuple[str, ...]:
         """Class names of the observers, in their order."""
-        return tuple(type(one).__name__ for one in self._all)
+        return tuple(type(observer).__name__ for observer in self._all)
 
     def needs(self, event: PackedEvent) -> Needs:
         out = Needs()
         # The union of all needs: what several observers need is kept once, for all.
-        for one in self._all:
-            out = out | one.needs(self._roles, event)
+        for observer in self._all:
+            out = out | observer.needs(self._roles, event)
         return out
 
     async def begin(self, roles: Any) -> None:
         """Start observing a stage. `roles` is what it works with."""
         self._roles = roles
-        for one in self._all:
-            await one.begin(roles)
+        for observer in self._all:
+            await observer.begin(roles)
 
     def end(self) -> None:
         """The stage is over. The roles hold these observers; without this reference back they can be freed."""
-        for one in self._all:
-            one.end()
+        for observer in self._all:
+            observer.end()
         self._roles = None
 
     def emit(self, event: Event) -> None:
-        for one in self._all:
+        for observer in self._all:
             # An observer that raises ends the step here: the observers after it do not get the event.
-            self._add(one.on_event(self._roles, event))
+            self._add(observer.on_event(self._roles, event))
 
     async def after(self, step: Step) -> Step:
         """The step's line with the observers' reports on it. Each observer gets the line as the one before left it."""
-        for one in self._all:
-            if (report := await one.after(self._roles, step)) is not None:
+        for observer in self._all:
+            if (report := await observer.after(self._roles, step)) is not None:
                 step = _with(step, report)
         return step
 
     def line(self, step: Step) -> Step:
         """The whole line of the record, with the reports that the observers add to it."""
-        for one in self._all:
-            if (report := one.on_line(self._roles, step)) is not None:
+        for observer in self._all:
+            if (report := observer.on_line(self._roles, step)) is not None:
                 step = _with(step, report)
         return step
 
@@ -248,7 +248,7 @@ class Observers:
 
     def state(self) -> dict[str, Any]:
         """Returns the state of all observers that a checkpoint must store."""
-        return {key: value for one in self._all for key, value in one.state().items()}
+        return {key: value for observer in self._all for key, value in observer.state().items()}
 
     def _add(self, report: ObserverReport | None) -> None:
         if report is not None:

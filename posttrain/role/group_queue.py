@@ -40,10 +40,11 @@ class TakenGroups:
 
     played: tuple[Group, ...]
     passed: tuple[bool, ...]
+    """Whether the filter lets each of them pass."""
     begun: int
     """The version of the sampler when the first of them was asked."""
     versions: tuple[int, ...]
-    """The versions that their tokens may have: those of the learner after each of the last steps, oldest first."""
+    """The versions that their tokens may have: the learner's at the beginning of the last steps, oldest first."""
     engine: Gauges
     """The engine's counters for them."""
 
@@ -203,6 +204,7 @@ class GroupQueue:
     _full: Mapping[str, float] = field(default_factory=dict[str, float])
     """How full it was when the last step began."""
     _error: Exception | None = None
+    """What went wrong when `_again` asked for another group."""
 
     async def take(self, index: int, request: RolloutRequest, version: int, seen: PassRate) -> TakenGroups:
         self.index, self._taken, self._played = index, 0, 0
@@ -287,6 +289,7 @@ class GroupQueue:
     @property
     def _ended(self) -> int:
         """Number of groups in the queue that have ended."""
+        # A copy, here and in `row`: another thread may ask while the queue changes.
         return sum(a.group.done() for a in list(self._waiting))
 
     def row(self) -> RoleRow:
@@ -304,8 +307,8 @@ class GroupQueue:
     async def close(self) -> None:
         # A cancelled episode still cleans up its environment, so the end of each is awaited.
         running = [a.group for a in self._waiting]
-        for one in running:
-            one.cancel()
+        for group in running:
+            group.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
     def queued(self) -> tuple[tuple[QueuedGroup, ...], tuple[Group, ...]]:

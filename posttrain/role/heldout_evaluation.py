@@ -70,6 +70,7 @@ class EvaluationReport:
     def __repr__(self) -> str:
         """The scores in one line. The episodes themselves are in `groups`."""
         scores = [f"{n} {g.mean:.4g}" for n, g in self.measures.items()]
+        # Each is put in front of those before it, so the accuracy comes first.
         for name, score in (
             ("greedy reward", self.greedy_reward),
             ("mean reward", self.reward),
@@ -162,7 +163,7 @@ def report(groups: Sequence[Group], greedy: Sequence[Group] | None) -> Evaluatio
     episodes = [e for g in groups for e in g.episodes]
     broken = sum(figure_failed(e.verdicts) for e in episodes)
     greedy_judged = None if greedy is None else _by_task(greedy, figures)
-    # Only where something is measured. Elsewhere the outcome is what is paid, and it would be reported twice.
+    # `paid`: only where something is measured. Elsewhere the outcome is what is paid, and it would be reported twice.
     paid = _by_task([g for g in groups if any(e.truth is not None for e in g.episodes)], lambda g: np.array(g.rewards))
     return EvaluationReport(
         accuracy=Score.of([pass_at_k(n, c, 1) for n, c in solved]),
@@ -170,6 +171,7 @@ def report(groups: Sequence[Group], greedy: Sequence[Group] | None) -> Evaluatio
         greedy=None
         if greedy_judged is None
         else Score.of([right.share(x) for x in greedy_judged] if grades.tells else []),
+        # One scale for greedy and sampled answers: for grades its ends are the smallest and the largest of all.
         greedy_reward=None if greedy_judged is None else _rewards(greedy_judged, grades | grades_of(greedy or ())),
         pass_at={k: Score.of([pass_at_k(n, c, k) for n, c in solved]) for k in ks},
         failed=broken,

@@ -44,7 +44,7 @@ class MeasuredJudge(Protocol):
 
     @property
     def measured(self) -> bool:
-        """True where they are. Then no episode is excluded where the judge itself fails."""
+        """True where its verdicts are measured. Then no episode is excluded where the judge itself fails."""
         ...
 
 
@@ -103,11 +103,10 @@ class SiblingVerdicts:
     """The verdicts of one prompt's siblings. Equal answers are judged once, so that none has two rewards in a group: a
     score that varies (a model, a race, a clock) would give them different credit by chance.
 
-    A score that varies (a model, a race, a clock) would give equal answers different credit by chance. Two answers are
-    equal if everything a verifier may read is equal: the tokens seen and said in each segment, and the stop reason. An
-    episode with a final state of its own (`Talk.leave`) is always judged alone: the state (a database, a sandbox, an
-    object of another library) may differ even if the tokens are equal. Episodes are never shared, and neither are the
-    rewards an environment pays for turns. A failed verdict is shared too, after its `JUDGE_RETRIES`.
+    Two answers are equal if everything a verifier may read is equal: the tokens seen and said in each segment, and the
+    stop reason. An episode with a final state of its own (`Talk.leave`) is always judged alone: the state (a database,
+    a sandbox, an object of another library) may differ even if the tokens are equal. Episodes are never shared, and
+    neither are the rewards an environment pays for turns. A failed verdict is shared too, after its `JUDGE_RETRIES`.
     """
 
     environment: Environment
@@ -146,12 +145,13 @@ class SiblingVerdicts:
             return out, {}
         attempts = [self._attempts[episodes[i].sibling] for i in ended]
         verdicts_by_attempt, logged = await judged_together(judge_together, attempts, at)
-        first: dict[tuple[Any, ...], tuple[Judged, ...]] = {}
+        # Equal answers get the verdicts of the first of them.
+        first_verdicts: dict[tuple[Any, ...], tuple[Judged, ...]] = {}
         for i, verdicts in zip(ended, verdicts_by_attempt, strict=True):
             e = out[i]
             # The key `(i,)` is unique: an episode with a state shares its verdicts with no other.
             answer_key = (i,) if e.state is not None else (e.stop, e.text, *_tokens(e.segments))
-            out[i] = replace(e, verdicts=(*e.verdicts, *first.setdefault(answer_key, verdicts)))
+            out[i] = replace(e, verdicts=(*e.verdicts, *first_verdicts.setdefault(answer_key, verdicts)))
         return out, logged
 
     async def close(self) -> None:
@@ -243,6 +243,7 @@ def _with(episode: Episode, judge: EpisodeJudge, verdicts: tuple[Judged, ...]) -
         raise InvariantError(
             f"judge {judge.name!r} returned no verdict for task {episode.task.id!r}: return at least one, or abstain"
         )
+    # Only names of other sources are taken: a judge may give several verdicts, such as one for each step.
     taken = {j.source for j in episode.verdicts}
     for j in verdicts:
         if j.source in taken:

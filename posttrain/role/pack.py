@@ -80,7 +80,7 @@ def pack(
                 first=optimizer_step == 0,
                 versions=(version, version + optimizer_step + 1),
                 rng=rng,
-                now=None if optimizer_step == 0 else now,
+                now=None if optimizer_step == 0 else now,  # before the first one the weights are those of the scores
             )
 
 
@@ -94,7 +94,8 @@ def _minibatch(
     rng: np.random.Generator,
     now: Callable[[Packed], np.ndarray] | None,
 ) -> Minibatch:
-    """One minibatch of these groups: its weights, its batch, and the streams made over the whole of it."""
+    """One minibatch of these groups: its weights, its batch, and the streams made over the whole of it. `versions`: of
+    the weights at the start of the step, and after this minibatch."""
     # Weights first, then silent episodes are left out: the denominator must not depend on which answers have credit.
     members = [(i, e) for i, g in enumerate(groups) for e in g.episodes if not e.dropped]
     per_token = weigh(a.aggregate, [e.episode.spoken for _, e in members], [i for i, _ in members], max_tokens)
@@ -109,8 +110,8 @@ def _minibatch(
     batch = _batch(credits, np.array([w for _, w in not_silent]))
     # Over the whole minibatch: choices of tokens and weights of imitation must not depend on micro-batches.
     context = MinibatchContext(a, batch, credits, versions, rng, now)
-    made = {stream: x_M for maker in WHOLE for stream, x_M in maker.make(context).items()}
-    return Minibatch(batch.having(made), first, len(members))
+    whole_streams = {stream: x_M for maker in WHOLE for stream, x_M in maker.make(context).items()}
+    return Minibatch(batch.having(whole_streams), first, len(members))
 
 
 def _batch(credits: Sequence[EpisodeCredit], weights: np.ndarray) -> Batch:

@@ -42,12 +42,12 @@ class RoleCosts:
     """Wall-clock seconds and peak memory per role, for people, in no digest. A role within another counts for both."""
 
     seconds: dict[str, float] = field(default_factory=dict[str, float])
+    """Seconds of the roles since the last call of `take`; `total`: of the whole stage."""
     total: dict[str, float] = field(default_factory=dict[str, float])
     peak: PeakMemory = field(default_factory=PeakMemory)
     memory: dict[str, float] = field(default_factory=dict[str, float])
-    """Most bytes in use, of the roles since the last call of `take_memory`."""
+    """Most bytes in use, of the roles since the last call of `take_memory`; `most`: of the whole stage."""
     most: dict[str, float] = field(default_factory=dict[str, float])
-    """The same of the whole stage."""
     _open: list[float] = field(default_factory=list[float])
     """A stack with one number for each role that is running, the innermost last: its peak bytes so far."""
     _now: tuple[tuple[str, float], ...] = ()

@@ -160,6 +160,7 @@ class Rollout:
         verdicts: tuple[Judged, ...],
         error: str,
     ) -> Episode:
+        """A played episode as it may be recorded: its state has no secrets."""
         text, state = "\n".join(talk.turns), scrubbed_data(talk.state)
         further_fields = (tuple(talk.lengths), talk.cut, talk.others, self.right)
         return Episode(task, visit, sibling, segments, stop, verdicts, text, error, state, *further_fields)
@@ -207,8 +208,8 @@ class Rollout:
         the rest aborted once the wanted number has ended. This favours short answers; `Group.aborted` counts how many
         were lost to it."""
         shown, greedy = request.shown, request.greedy
-        # 0 to started - 1 are sampled, and demonstrations come behind them: no two share random numbers, also where
-        # some are aborted.
+        # Siblings 0 to started - 1 are sampled, and demonstrations have the numbers behind them: no two share random
+        # numbers, also where some are aborted.
         wanted = request.siblings - (shown.siblings if shown else 0)
         started, talks = wanted + request.extra, dict[int, Conversation]()
         judging = SiblingVerdicts(self.environment, not self.judges)
@@ -216,8 +217,8 @@ class Rollout:
         sampled = settled(
             [self.episode(task, visit, i, sampling, stream, talks, judging) for i in range(started)], wanted
         )
-        places = range(started, started + shown.siblings) if shown else ()
-        others_playing = [self.show(task, visit, i, sampling, shown.style if shown else None, judging) for i in places]
+        numbers = range(started, started + shown.siblings) if shown else ()
+        others_playing = [self.show(task, visit, i, sampling, shown.style if shown else None, judging) for i in numbers]
         if greedy:
             # In a random stream of its own, and without `talks`: it is no sibling, and is never aborted.
             argmax = replace(sampling, greedy=True, top=0)
@@ -227,14 +228,14 @@ class Rollout:
         finally:
             await judging.close()
         # The engine spent time on an aborted sibling's turns, so its tokens are counted from its conversation.
-        spoken = sum(talk.engine_tokens for i, talk in talks.items() if i not in {e.sibling for e in ended})
+        aborted_tokens = sum(talk.engine_tokens for i, talk in talks.items() if i not in {e.sibling for e in ended})
         aborted = started - len(ended)
         # The greedy answer is the last of `others`, so the first `request.siblings` are the siblings.
         siblings, logged = await judging.together((*ended, *others)[: request.siblings], request.at)
         episodes = await with_judges(self.judges, (*siblings, *others[len(others) - greedy :]))
         # Judges read the greedy answer in one call with the siblings. Here it is taken out of them.
         greedy_answer = episodes.pop() if greedy else None
-        return Group(task, visit, tuple(episodes), greedy_answer, aborted, spoken, logged)
+        return Group(task, visit, tuple(episodes), greedy_answer, aborted, aborted_tokens, logged)
 
     async def until(
         self,

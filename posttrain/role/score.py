@@ -24,7 +24,7 @@ def at_start(episodes: Sequence[Episode], learner: Learner) -> list[Episode]:
     if routers is None:
         raise InvariantError("model.router_replay=start, and the learner has no routers")
     segments = [s for e in episodes for s in e.segments]
-    # [N, R, K] for all tokens of all episodes, cut back to segments by their lengths.
+    # [N, R, K]: for every token of all episodes the K experts of each of R routers. Cut back to segments by lengths.
     own_N = routers.read(Packed.of(segments), replay=False).own
     parts = iter(np.split(own_N, np.cumsum([len(s.ids) for s in segments])[:-1]))
     return [replace(e, segments=tuple(replace(s, routed=next(parts)) for s in e.segments)) for e in episodes]

@@ -155,8 +155,8 @@ class Sync:
         return served
 
     async def _try_adapter(self, version: int) -> None:
-        """Show once that the sampler computes with the adapter, by pushing a loud one as `version`. A young adapter
-        changes log-probs by less than rounding, so a sampler without it would pass the other checks."""
+        """Show once that the sampler computes with the adapter, by pushing a loud one (random numbers) as `version`. A
+        young adapter changes log-probs by less than rounding, so a sampler without it would pass the other checks."""
         trial = self.learner.adapter()
         if trial is None:
             return
@@ -182,12 +182,12 @@ class Sync:
         log-probs of the probe where there was time."""
         if self.elsewhere is None:
             served = await self.transport.send(version, self.learner.shards(), self.sampler)
-            ours, scores = self.learner.fingerprint(), None
+            sent, scores = self.learner.fingerprint(), None
         else:
-            served, ours, scores = await self._meanwhile(version, self.elsewhere)
-        if served != ours:
+            served, sent, scores = await self._meanwhile(version, self.elsewhere)
+        if served != sent:
             raise InvariantError(
-                f"weight sync of version {version} failed: the learner's weights have fingerprint {ours}, the sampler"
+                f"weight sync of version {version} failed: the learner's weights have fingerprint {sent}, the sampler"
                 f" serves {served}. A tensor was skipped, stale or changed on the way; nothing sampled after this could"
                 " be trusted. Restart from the last checkpoint, and check that learner and sampler hold the same"
                 " architecture and dtype"
@@ -205,8 +205,8 @@ class Sync:
         sending = asyncio.ensure_future(self.transport.send(version, self.learner.shards(), self.sampler))
         try:
             await have_left()
-            ours, scores = self.learner.fingerprint(), self.learner.packed_score(packed_text(self.probe_ids))
-            return await sending, ours, scores
+            sent, scores = self.learner.fingerprint(), self.learner.packed_score(packed_text(self.probe_ids))
+            return await sending, sent, scores
         finally:
             # Where the learner's half raised, sending is stopped: nobody would compare these weights.
             if not sending.done():
@@ -218,16 +218,16 @@ class Sync:
         n, packed = len(self.probe_ids), packed_text(self.probe_ids)
         ours = self.learner.packed_score(packed) if ours is None else ours
         theirs = await self.sampler.score(self.probe_ids)
-        apart = Gap.of(theirs, ours)
-        bound = allowed(self.dtype, apart, ours, lambda: self.learner.exact(packed), packed.sampling.temperature)
-        if not apart.worst <= bound.worst:
-            gap = np.abs(theirs.astype(np.float64) - ours)
+        gap = Gap.of(theirs, ours)
+        bound = allowed(self.dtype, gap, ours, lambda: self.learner.exact(packed), packed.sampling.temperature)
+        if not gap.worst <= bound.worst:
+            gap_M = np.abs(theirs.astype(np.float64) - ours)
             # NaN would lose every comparison; as infinity it is the worst.
             # Token 0 has no log-prob, and people count from 1: so + 2.
-            at = int(np.argmax(np.where(np.isfinite(gap), gap, np.inf)))
+            at = int(np.argmax(np.where(np.isfinite(gap_M), gap_M, np.inf)))
             raise InvariantError(
                 f"after the push of version {version} the sampler scores a canary otherwise than the learner: token"
-                f" {at + 2} of {n} differs by {gap[at]:.3g} nats (bound {bound.worst:.2g} in {self.dtype}). It holds"
+                f" {at + 2} of {n} differs by {gap_M[at]:.3g} nats (bound {bound.worst:.2g} in {self.dtype}). It holds"
                 " the learner's weights and computes something else: look for a stale prefix cache, an adapter that"
                 " was not applied, another dtype or rope setting"
             )

@@ -79,7 +79,9 @@ class Packing:
     room: int
     """Positions that a micro-batch may compute, or packed tokens that it may have where nothing is shared."""
     sizes: list[int] = field(default_factory=list[int])
+    """Packed tokens of each micro-batch."""
     computed: int = 0
+    """Positions that were computed: fewer than the tokens where beginnings are shared."""
 
     def add(self, micro: Batch, scores: TokenScores) -> None:
         self.sizes.append(len(micro.ids_N))
@@ -207,7 +209,7 @@ class Trainer:
         micros = self._micros(batch)
         # Ranks may have different numbers of micro-batches, and all ranks take part in every pass. A rank with fewer
         # micro-batches joins the others' last passes with a loss of 0, or they would wait for it.
-        waiting = max(self.ranks.every(len(micros))) - len(micros)
+        passes_to_join = max(self.ranks.every(len(micros))) - len(micros)
         with self.frozen():
             for episodes, micro in micros:
                 with memory_suffices(micro, self.micro_tokens):
@@ -219,7 +221,7 @@ class Trainer:
                     self.optimizer.gather()
                 # Detached: a loss with its graph would hold what it was computed from until the step ends.
                 parts.append(Terms(terms.loss.detach(), terms.gauges))
-            self._keep_step(batch, loss, waiting)
+            self._keep_step(batch, loss, passes_to_join)
         if isinstance(self.optimizer, DividedGradients):
             # Every rank computed the gradients of weights that it has whole;
             # rounding may differ between them, and the weights would drift apart.
@@ -246,22 +248,22 @@ class Trainer:
         """
         # First by ranks, then into micro-batches: whole units in both.
         # Weights stay those of the whole minibatch, so all gradients add up.
-        share = batch.shard(self.ranks.rank, self.ranks.world)
+        shard = batch.shard(self.ranks.rank, self.ranks.world)
         whole = np.arange(batch.episodes)
-        # Micro-batches number the episodes of this rank's share from
+        # Micro-batches number the episodes of this rank's shard from
         # 0; `numbers_E` leads from there to the minibatch's own numbers.
-        numbers_E = whole if share is batch else batch.shares(self.ranks.world)[self.ranks.rank]
-        bins = share.bins(self.micro_tokens, self.learner.computes_once) if share.episodes else []
-        micros = share.cut(bins)
+        numbers_E = whole if shard is batch else batch.shares(self.ranks.world)[self.ranks.rank]
+        bins = shard.bins(self.micro_tokens, self.learner.computes_once) if shard.episodes else []
+        micros = shard.cut(bins)
         episodes_in_bins = np.sort(np.concatenate([whole[:0], *bins]))
         if (
-            not np.array_equal(episodes_in_bins, whole[: share.episodes])
-            or sum(m.spoken for m in micros) != share.spoken
+            not np.array_equal(episodes_in_bins, whole[: shard.episodes])
+            or sum(m.spoken for m in micros) != shard.spoken
         ):
-            count = np.bincount(episodes_in_bins, minlength=share.episodes)
+            count = np.bincount(episodes_in_bins, minlength=shard.episodes)
             raise InvariantError(
                 f"the micro-batches hold {sum(m.spoken for m in micros)} spoken tokens of the minibatch's"
-                f" {share.spoken}; {int((count == 0).sum())} of its {share.episodes} episodes are in none of them and"
+                f" {shard.spoken}; {int((count == 0).sum())} of its {shard.episodes} episodes are in none of them and"
                 f" {int((count > 1).sum())} in several: packing dropped or doubled a trajectory"
             )
         check_shares(self.ranks, batch, numbers_E, micros)
@@ -271,9 +273,9 @@ class Trainer:
         """Take part in `passes` more passes, because other ranks have more micro-batches and exchange weights and
         gradients in every pass. Each of these passes is of the smallest unit, with its loss multiplied by 0."""
         for _ in range(passes):
-            one = smallest_unit(batch)
+            unit_batch = smallest_unit(batch)
             # 0 times the loss adds 0 to every gradient, and the exchanges of forward and backward take place.
-            (loss.terms(one, self._forward(one, loss)).loss * 0).backward()
+            (loss.terms(unit_batch, self._forward(unit_batch, loss)).loss * 0).backward()
             self.optimizer.gather()
 
     def _forward(self, micro: Batch, loss: Loss) -> TokenScores:
@@ -317,8 +319,8 @@ class Trainer:
         # One unit at a time is slow. It happens once, when the run is about to stop and the user needs names.
         for unit in range(batch.units):
             episodes = batch.members(unit)
-            one = batch.select(episodes)
-            total = loss.terms(one, self._forward(one, loss)).loss
+            unit_batch = batch.select(episodes)
+            total = loss.terms(unit_batch, self._forward(unit_batch, loss)).loss
             total.backward()
             # The loss too: it may be infinite where no gradient is.
             numbers = [total, *(held(p.grad) for p in parameters if p.grad is not None)]

@@ -96,8 +96,10 @@ class Driver(ABC, Generic[S, T, A]):
         self._shown = HeldoutDemonstrations.of(stage, env, parts.renderer, rollout)
         # Most seconds of a stage that shall take as long as an earlier one; in a resumed stage the same number.
         self.limit = next((r.seconds for r in progress.results if r.name == stage.time_of), None)
+        # `_carried`: seconds of the stage before an interruption.
         self._begun, self._carried = time.perf_counter(), self.state.seconds
         self._files: Callable[[Path], None] = lambda folder: None
+        """Writes the kind's files into a checkpoint at the end of the stage (`_reopening`)."""
 
     # --- what a kind writes ------------------------------------------------------------------------------------------
 
@@ -183,8 +185,8 @@ class Driver(ABC, Generic[S, T, A]):
         self._warm_up()
         # Also after `open`, which draws the held-out judgements. A resumed stage has both numbers in its state.
         if checkpoint is None and self.stage.eval:
-            ordered, loss = measure_agreement(self), await self.likelihood()
-            self.state.agreement_before = ordered and ordered.accuracy.mean
+            agreement, loss = measure_agreement(self), await self.likelihood()
+            self.state.agreement_before = agreement and agreement.accuracy.mean
             self.state.loss_before = loss and loss.score.mean
             if loss is not None:
                 self.parts.say(f"{self.stage.name}: {loss.words} before its first step ({len(loss.rows)} rows)")

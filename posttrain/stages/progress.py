@@ -40,6 +40,7 @@ class StageResult:
     before: float | None
     """Accuracy the stage started from."""
     why: str
+    """Why it ended."""
     start: str
     """Name of the kept weights that it started from: the name of a stage, or `start`."""
     time_of: str | None = None

@@ -72,7 +72,7 @@ class MeasuredReport:
     sampling: Sampling
     environment: Environment
     judges: tuple[str, ...]
-    """Names of the reward models that judged beside it."""
+    """Names of the reward models that judged beside the environment."""
     report: EvaluationReport
 
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 def result_of(driver: Driver[Any, Any, Any], report: EvaluationReport | None) -> StageResult:
     """The result of a stage that has taken its last step. `report`: the evaluation after that step."""
     s, stage = driver.state, driver.stage
-    # Grades that are all 0 look like pass or fail. They are none where the stage began with others.
+    # Outcomes that are all 0 look like pass or fail. They are grades where those at the stage's start were: there the
+    # mean reward was another number than the accuracy.
     began_graded = s.reward_before not in (None, s.before)
     has_accuracy = report is not None and not (began_graded and s.before is None)
     return StageResult(

@@ -86,8 +86,8 @@ class UnfinishedStep:
 
 
 async def learn(roles: ReinforceRoles, e: Experience) -> Step:
-    """Take up to `stage.optimizer_steps` optimizer steps on one experience; returns the step's line of the record,
-    which is also written where a check or the loss stops the step, with the reason as its note."""
+    """Take up to `stage.optimizer_steps` optimizer steps on one experience; returns the step's line of the record.
+    Where a check or the loss stops the step, the line is written at once, with the reason as its note."""
     stage, version, unfinished = roles.stage, roles.trainer.version, UnfinishedStep(e)
     # Value warm-up: in the first steps only the values learn, and `algorithm` has no term that moves the policy. The
     # credit is computed as always, since the targets of the values come from it; `without_credit` then sets it to 0.

@@ -74,11 +74,13 @@ class GenerativeJudge:
     meta: JudgeMember | None = None
     """A reward model of judgements. Of the votes about one comparison, the half that it scores highest counts."""
     resolution: float = RESOLUTION
+    """Relative difference up to which two scores count as equal."""
     measured: bool = False
     """Whether its score is measured and not paid."""
     line: str = ""
     """Description of the judge and of what it reads, as a line for people."""
     _thread: LoopThread = field(default_factory=lambda: LoopThread("posttrain-judge"))
+    """Judges in an event loop of its own, so that the episodes in the main loop are not delayed."""
 
     @property
     def compares(self) -> bool:
@@ -87,6 +89,7 @@ class GenerativeJudge:
 
     async def judge(self, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:
         verdicts: list[Verdict] = await self.run(self.verdicts(episodes))
+        # None and False: each is about the whole answer, not paid at a token.
         return [
             (Judged(self.name, self.weight, v, None, False, self.resolution, self.measured, by_model=True),)
             for v in verdicts
@@ -100,7 +103,8 @@ class GenerativeJudge:
 
     async def verdicts(self, episodes: Sequence[Episode]) -> list[Verdict]:
         """The verdict about each answer of a group."""
-        # Indices: n counts comparisons, i answers of the group, k the votes about one comparison.
+        # Indices: n counts comparisons, i answers of the group, k the votes about one comparison. yes[n][k] is the
+        # log p(Yes) of a vote.
         compared = comparisons(len(episodes), self.judging.sides, self.rivals)
         votes = await together([self._votes(episodes, sides) for sides in compared])
         kept = [self.kept(each) for each in votes]
@@ -138,8 +142,8 @@ class GenerativeJudge:
             return Vote(sides, np.zeros(0, np.int32), 0, None, "", str(error))
 
     async def vote(self, prompt: str, sides: tuple[int, ...], *place: seeds.Coordinate) -> Vote:
-        """One judgement of this prompt, with the random numbers of `place`, drawn up to `DRAWS` times until it has a
-        verdict. DataError where the prompt cannot be encoded, or is too long."""
+        """One judgement of this prompt, with the random numbers of `place` (the task's id first), drawn up to `DRAWS`
+        times until it has a verdict. DataError where the prompt cannot be encoded, or is too long."""
         ids = self.renderer.prompt(prompt, str(place[0]))
         drawn: Vote | None = None
         # Each draw has a random place of its own: with the same place the judge would write the same text again.
@@ -209,10 +213,10 @@ class GenerativeJudge:
         ]
         return (f"vs {episodes[other].sibling}:" if len(sides) == 2 else "") + ",".join(marks)
 
-    def _verdict(self, episode: Episode, values: Sequence[float], said: str, votes: Sequence[Vote]) -> Verdict:
+    def _verdict(self, episode: Episode, values: Sequence[float], why: str, votes: Sequence[Vote]) -> Verdict:
         """The mean of the scores; `failed` where no vote has a verdict."""
         if values:
-            return Verdict.value(float(np.mean(values)), why=said)
+            return Verdict.value(float(np.mean(values)), why=why)
         sample = next((v.why or f"such as {v.text[-60:]!r}" for v in votes), "")
         return Verdict.failed("unread", f"none of {len(votes)} votes has a verdict: {sample}")
 

@@ -31,7 +31,7 @@ class StepVotes:
     said: str
     """The chance of Yes of each vote: `-` has no verdict, and `*` was left out by the meta reward model."""
     sample: str = ""
-    """The reason why there is no score."""
+    """The reason why there is no score; '' where there is one."""
 
 
 @dataclass(eq=False)
@@ -46,6 +46,7 @@ class GenerativeStepJudge:
     ends: TokenEnds
     """The finder of step ends for the policy's tokenizer, at whose tokens steps end."""
     resolution: float = 1e-5
+    """Relative difference up to which two scores count as equal; 1e-5 fits a model in float32."""
     line: str = ""
     """Description of the judge and of what it reads, as a line for people."""
 

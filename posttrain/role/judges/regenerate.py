@@ -69,7 +69,8 @@ def scored_steps(e: Episode) -> tuple[tuple[int, ...], tuple[float, ...]]:
             " them must find the first wrong step: leave one out of env.rewards"
         )
     lowest: dict[int, float] = {}
-    # Descending, so that the lowest score of an end is written last and stays.
+    # Descending, so that the lowest score of an end is written last and stays. `or` is for the type checker: `of_steps`
+    # has both numbers.
     for end, score in sorted(((j.end or 0, j.verdict.score or 0.0) for j in of_steps), reverse=True):
         lowest[end] = score
     ordered = sorted(lowest.items())
@@ -99,6 +100,7 @@ class Regenerator:
 
     Args:
         labeler: completes answers from the end of a step.
+        how: whether completions or scores find the first wrong step, and which score is a wrong step's.
     """
 
     labeler: StepLabeler
@@ -107,7 +109,7 @@ class Regenerator:
     async def regenerate(self, groups: Sequence[Group]) -> tuple[RegeneratedAnswer, ...]:
         """Every wrong answer whose first wrong step was found, in order. ConfigError where an answer has several turns,
         or no step has the scores that are to be read."""
-        regenerated = [x for one in await together([self._group(g) for g in groups]) for x in one]
+        regenerated = [x for of_group in await together([self._group(g) for g in groups]) for x in of_group]
         wrong = [e for g in groups for e in wrong_ones(g)]
         if self.how.by == "scores" and wrong and not any(scored_steps(e)[0] for e in wrong):
             raise ConfigError(
@@ -123,7 +125,7 @@ class Regenerator:
         judging = SiblingVerdicts(self.labeler.rollout.environment)
         first: dict[bytes, Episode] = {}
         wrong = [(e, self._ends(e)) for e in wrong_ones(group)]
-        # This is set before anything is asked: the sibling that completes a
+        # `first` is filled before anything is asked: the sibling that completes a
         # beginning follows from the order of siblings, not from who asks first.
         for e, ends in wrong:
             for upto in ends:
@@ -149,7 +151,8 @@ class Regenerator:
         known: dict[bytes, asyncio.Task[tuple[Episode, ...]]],
         judging: SiblingVerdicts,
     ) -> RegeneratedAnswer | None:
-        """The wrong answer with its first wrong step; None where that is not known."""
+        """The wrong answer with its first wrong step; None where that is not known. `first`: the sibling that completes
+        a beginning; `known`: the completions of each beginning that were asked so far."""
         spoken_ids = self.labeler.said(e)
 
         async def from_step(number: int) -> tuple[Episode, ...]:

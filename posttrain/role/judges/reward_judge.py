@@ -87,6 +87,7 @@ class RewardModelJudge:
     combine: Combine = "mean"
     pessimism: float = 0.0
     resolution: float = 1e-5
+    """Relative difference up to which two scores count as equal; 1e-5 fits a model in float32."""
     measured: bool = False
     """Whether its score is measured and not paid."""
     line: str = ""
@@ -100,6 +101,7 @@ class RewardModelJudge:
         """One verdict about each episode. What a model cannot read or score is `failed`."""
         scores_K = [self._scores(member, episodes) for member in self.members]
         verdicts = [self._verdict([of_member[i] for of_member in scores_K]) for i in range(len(episodes))]
+        # None and False: each is about the whole answer, not paid at a token.
         return [
             (Judged(self.name, self.weight, v, None, False, self.resolution, self.measured, by_model=True),)
             for v in verdicts

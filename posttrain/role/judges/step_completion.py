@@ -169,13 +169,13 @@ class StepLabeler:
     stream: str
 
     async def label(self, groups: Sequence[Group]) -> tuple[LabelledAnswer, ...]:
-        """Every judged answer with at least one step, in order, but those with a step of which no completion could be
-        judged. ConfigError where an answer has several turns."""
+        """Every judged answer with at least one step, in order. An answer is left out where no completion of some step
+        could be judged. ConfigError where an answer has several turns."""
         answers = await together([self._group(g) for g in groups])
         return tuple(x for of_group in answers for x in of_group)
 
     async def _group(self, group: Group) -> list[LabelledAnswer]:
-        """Equal beginnings of siblings are completed once, by the first sibling that has it."""
+        """Equal beginnings of siblings are completed once, as those of the first sibling that has them."""
         known: dict[bytes, asyncio.Task[tuple[Episode, ...]]] = {}
         judging = SiblingVerdicts(self.rollout.environment)
         answers = [e for e in group.episodes if e.figure is not None]
@@ -202,6 +202,7 @@ class StepLabeler:
         # An answer that ended there would not have written the separator of a next step.
         while text.endswith(stage.separator):
             text = text.removesuffix(stage.separator).rstrip()
+        # The last end always gets all tokens (`upto`), so the end of the whole answer stands behind the wanted one.
         upto, _ = self.ends.upto(self.said(e), (len(text), len(e.text)))
         # Where no token ends at this character, no beginning of the tokens has this text.
         if self.ends.text(self.said(e)[:upto]) != text:

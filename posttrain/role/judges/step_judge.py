@@ -28,7 +28,7 @@ SCORE_TOKENS = 4096
 
 
 class TokenScorer(Protocol):
-    """A model with a reward head that reads every token."""
+    """A model with a reward head that reads every token, as `step_scores` uses it: by a forward pass."""
 
     def forward(self, packed: Packed, reads: Reads = Reads()) -> Any: ...
 
@@ -79,7 +79,7 @@ def step_labels(judged: Sequence[Judgement], stage: RewardModel, batch: Batch, e
 
 
 class StepScorer(Protocol):
-    """A model with a reward head that reads every token."""
+    """A model with a reward head that reads every token, as `StepJudge` uses it: by its scores alone."""
 
     def tokens(self, packed: Packed) -> np.ndarray:
         """float64 [M]: the chance of a right answer after each spoken token, without gradient."""
@@ -102,6 +102,7 @@ class StepJudge:
     separator: str
     ends: TokenEnds
     resolution: float = 1e-5
+    """Relative difference up to which two scores count as equal; 1e-5 fits a model in float32."""
     line: str = ""
     """Description of the judge and of what it reads, as a line for people."""
 
@@ -136,6 +137,7 @@ class StepJudge:
         ]
 
     def given(self, ends: Sequence[int], scores: Sequence[float]) -> tuple[Judged, ...]:
+        """The verdicts about one answer, from the end and the score of each step."""
         return step_verdicts(self.name, self.reward, ends, scores, self.resolution)
 
     def _scores(self, segments: Sequence[Segment]) -> list[np.ndarray]:
@@ -178,6 +180,7 @@ def step_verdicts(
         verdict = Verdict.value(aggregated(scores, r.aggregate), why=said)
         return (Judged(name, r.weight, verdict, resolution=resolution, measured=r.measured, by_model=True),)
     each = progress(scores) if r.progress else scores
+    # Without `measured`: such a reward is about the whole answer, so it has steps=outcome (checked when it is built).
     return tuple(
         Judged(name, r.weight, Verdict.value(x, why=said), end, r.steps == "pay", resolution, by_model=True)
         for end, x, said in zip(ends, each, why or [""] * len(scores), strict=True)

@@ -127,6 +127,7 @@ def imitating(stage: Stage) -> Supervised | None:
 
 def conversation_of(environment: Environment, stage: Supervised, task: Task) -> LearnedConversation | None:
     """Returns the conversation of a task as far as a stage learns from it; None where it learns a completion alone."""
+    # Only `write` can write wrong texts (`stage.wrong`).
     whole = None if stage.wrong else abilities.demonstrations(environment).conversation(task, stage.style)
     if whole is None or stage.turns == "all":
         return whole

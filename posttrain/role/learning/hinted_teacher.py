@@ -124,7 +124,7 @@ def holds(prompt: str | Sequence[Message], text: str) -> bool:
 
 def behind(segment: Segment, own: np.ndarray, prompt: np.ndarray) -> Segment:
     """The segment with the new `prompt` (int32) in place of its `own`, the tokens before its first spoken one. All
-    after it stays, but the experts that the sampler chose: a teacher with another prompt chooses its own."""
+    after it stays, except the experts that the sampler chose: a teacher with another prompt chooses its own."""
     # All arrays of the segment are cut at the same place, so each spoken token keeps its log-prob and version.
     after, n = slice(len(own), None), len(prompt)
     return replace(
@@ -132,7 +132,7 @@ def behind(segment: Segment, own: np.ndarray, prompt: np.ndarray) -> Segment:
         ids=np.concatenate([prompt, segment.ids[after]]).astype(np.int32),
         mask=np.concatenate([np.zeros(n, np.bool_), segment.mask[after]]),
         logp=np.concatenate([np.full(n, np.nan, np.float32), segment.logp[after]]),
-        version=np.concatenate([np.full(n, -1, np.int32), segment.version[after]]),
+        version=np.concatenate([np.full(n, -1, np.int32), segment.version[after]]),  # -1: read, not spoken
         routed=None,
     )
 

@@ -25,7 +25,7 @@ class ImplicitModel:
     trainer: Trainer
     """Its model and its optimizer, apart from the policy's."""
     beta: float
-    """As in `ImplicitOthers`."""
+    """Factor of log model/reference in a token's implicit reward (`ImplicitOthers.beta`)."""
 
     def score(self, packed: Packed) -> np.ndarray:
         """float32 [M] log-probs by the model as it is now."""

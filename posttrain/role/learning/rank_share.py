@@ -42,6 +42,7 @@ def check_shares(ranks: Ranks, batch: Batch, mine: np.ndarray, micros: Sequence[
     # First that all ranks speak of the same minibatch; only then do sums over ranks mean anything.
     check_same(ranks, digest(batch), "minibatch", advice)
     weights = [float(x) for m in micros if WEIGHT in m for x in m[WEIGHT]]
+    # By rank: its episodes, its number of spoken tokens, the sum of its weights.
     table = ranks.every((mine.tolist(), sum(m.spoken for m in micros), math.fsum(weights)))
     count = np.bincount([e for episodes, _, _ in table for e in episodes], minlength=batch.episodes)
     spoken = sum(n for _, n, _ in table)

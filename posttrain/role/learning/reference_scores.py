@@ -47,7 +47,8 @@ def digest_of_segment(segment: Segment) -> bytes:
 
 
 class ReferenceScores:
-    """Reference log-probs by segment: what was computed, and what is added. `reference`: the model's fingerprint."""
+    """Reference log-probs by segment: those that were loaded, and those that `add` computes. `reference`: the model's
+    fingerprint."""
 
     def __init__(self, reference: str, by_digest: dict[bytes, np.ndarray] | None = None) -> None:
         self.reference, self._by_digest = reference, by_digest if by_digest is not None else {}
@@ -120,6 +121,7 @@ class ReferenceScores:
                 and int(lengths.sum()) == len(logp)
                 and bool(np.all(np.isfinite(logp)))
             )
+        # AttributeError: the file has no metadata.
         except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunFolderError(
                 f"{path} is damaged ({error}). Remove {folder}, and --resume computes it again"

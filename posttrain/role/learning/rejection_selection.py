@@ -104,7 +104,7 @@ def prompt_ids(group: Group) -> np.ndarray | None:
 
 
 def whole(e: Episode) -> bool:
-    """Returns whether an episode ended by itself and said something."""
+    """Returns whether the policy said something in an episode that no limit cut off, and no turn of it was aborted."""
     return not e.stop.cut and not e.cut and e.spoken > 0 and not e.shown
 
 
@@ -183,7 +183,7 @@ class Selection:
     over: int
     """Number of chosen candidates that are over the limit of a prompt."""
     distinct: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Different completions that the rule chose of each prompt, before the limit; of plain samples."""
+    """By prompt: how many different completions the rule chose among the plain samples, before the limit."""
 
     def gauges(self, asked: RoundSamples, round: int) -> Gauges:
         plain = [c for c in self.kept if c.plain]

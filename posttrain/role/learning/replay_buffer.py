@@ -48,14 +48,14 @@ class ReplayBuffer:
         # is tested, so groups are tested in random order only until enough are chosen.
         self._leave(count_by_reason, "age", [b for b in self.held if step - b.step > self.config.age])
         chosen = list[BufferedGroup]()
-        for one in self._order(step):
+        for buffered in self._order(step):
             if len(chosen) == self.config.groups:
                 break
             # A group whose policy is too far away now leaves for good: it is not tested again.
-            if self.config.ratio is not None and apart(one.group) > self.config.ratio:
-                self._leave(count_by_reason, "ratio", [one])
+            if self.config.ratio is not None and apart(buffered.group) > self.config.ratio:
+                self._leave(count_by_reason, "ratio", [buffered])
             else:
-                chosen.append(one)
+                chosen.append(buffered)
         ages = [step - b.step for b in chosen]
         self._gauges = {
             "replay/groups": Gauge(len(chosen), 1),
@@ -81,6 +81,7 @@ class ReplayBuffer:
     def rows(self) -> tuple[QueuedGroup, ...]:
         """Returns the groups that the buffer holds, as plain data. `begun` is the step. The episodes are written beside
         it."""
+        # -1 and 0: no group of the buffer is asked again, so its task needs no index and no cursor.
         plain = [QueuedGroup(index=-1, visit=b.group.visit, cursor=0, begun=b.step) for b in self.held]
         return tuple(p.ended(b.group, Gauge(0, 0)) for p, b in zip(plain, self.held, strict=True))
 
@@ -96,14 +97,14 @@ class ReplayBuffer:
     def _order(self, step: int) -> list[BufferedGroup]:
         """All that it holds in a random order. Balanced: round by round, one group of each prompt."""
         rng = seeds.generator(self.seed, f"replay/{self.stream}", step)
-        mixed = [self.held[i] for i in rng.permutation(len(self.held))]
+        shuffled = [self.held[i] for i in rng.permutation(len(self.held))]
         if not self.config.balanced:
-            return mixed
+            return shuffled
         before = Counter[str]()
         rounds = list[int]()
-        for b in mixed:
+        for b in shuffled:
             # The round of a group is the number of groups of the same prompt before it. A stable sort by rounds takes
             # one group of each prompt, then a second of each. Within a round the random order stays.
             rounds.append(before[b.group.task.id])
             before[b.group.task.id] += 1
-        return [mixed[i] for i in np.argsort(np.array(rounds, np.int64), kind="stable")]
+        return [shuffled[i] for i in np.argsort(np.array(rounds, np.int64), kind="stable")]

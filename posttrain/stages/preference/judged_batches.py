@@ -118,13 +118,14 @@ class FittingTasks:
             return None
         train = [source.task(i) for i in range(source.count)]
         every = abilities.judgements(environment).every or (lambda task, kind: ())
-        why: list[str] = []
+        # A message for each task about its first judgement that does not fit; '' where all fit.
+        misfits: list[str] = []
         for task in (*train, *heldout):
             # Each visit draws anew, so a draw that fits does not show that the next one does.
             judged = (*drawn(environment, [(task, 0)], kind, seed=0, stage=""), *every(task, kind))
-            why.append(next(filter(None, (misfit(j, renderer, context) for j in judged)), ""))
-        fit = tuple(task for task, wrong in zip(train, why[: len(train)], strict=True) if not wrong)
-        return FittingTasks(fit, sum(map(bool, why)), len(why), next(filter(None, why), ""))
+            misfits.append(next(filter(None, (misfit(j, renderer, context) for j in judged)), ""))
+        fit = tuple(task for task, wrong in zip(train, misfits[: len(train)], strict=True) if not wrong)
+        return FittingTasks(fit, sum(map(bool, misfits)), len(misfits), next(filter(None, misfits), ""))
 
 
 def fitting(stage: LearnsRows, judged: list[Judgement], renderer: PairRenderer, context: int) -> list[Judgement]:
@@ -167,10 +168,10 @@ def batch_of(judgements: Sequence[Judgement], renderer: PairRenderer, context: i
     weights = np.array([j.weight if isinstance(j, Pair) else 1.0 for j in judgements])
     # [E]: one entry a completion, judgement by judgement. For a stream [M] the entry of a completion is repeated once
     # for each of its spoken tokens.
-    each_E = np.repeat(weights, [len(p) for p in parts])
+    weight_E = np.repeat(weights, [len(p) for p in parts])
     flat = [s for p in parts for s in p]
     spoken = [s.spoken for s in flat]
-    streams = {SIDE: np.repeat(np.array(sides, np.int32), spoken), WEIGHT: np.repeat(each_E, spoken)}
+    streams = {SIDE: np.repeat(np.array(sides, np.int32), spoken), WEIGHT: np.repeat(weight_E, spoken)}
     margins = [j.margin for j in judgements if isinstance(j, Pair) and j.margin is not None]
     # A stream needs a number for every token. So if one judgement has no margin, the whole stream is left out. For an
     # algorithm that reads margins, the stage then raises an error that names the row.

@@ -4,7 +4,7 @@ It shares no code with the loss, and does not read the streams that are made for
 are known by the name of their class. For an algorithm with any other piece there is no second computation.
 
     l    log-ratio of a token: log pi - log ref, or log pi alone (`against`)
-    s    sum over a completion's tokens of (share of the token) * l
+    s    sum over a completion's tokens of (factor of the token) * l
     h    the completion's score, a function of s (`statistic`, `divergence`)
     u    its reward: beta * h - shift
     x    what a link of differences reads of a pair: u_chosen - u_rejected - margin
@@ -280,7 +280,7 @@ def preference_demand(
     slope_change_E = np.maximum(
         *(np.abs(_slope(a, rows, fixed, sums_E + nudge_E) - slope_E) for nudge_E in (signed_E, -signed_E))
     )
-    pair_weight_E = _own(batch, tokens, rows) if a.weights == "wpo" else np.ones(len(slope_E))
+    pair_weight_E = _wpo_weight(batch, tokens, rows) if a.weights == "wpo" else np.ones(len(slope_E))
     factor_M = a.coef * weight_M * pair_weight_E[batch.sequence_M] * share_M
     size_E = np.abs(slope_E) + slope_change_E / NUDGE
     if kind(a.link) in FLAT:
@@ -339,8 +339,8 @@ def _constants(a: PreferenceAlgorithm, batch: Batch, rows: JudgedRows, tokens: _
         # Ranks are those at the start of the step. They do not change with the log-probs, so they have no gradient.
         start_M, reference_M = (batch[s].astype(np.float64) for s in (START, REFERENCE))
         if a.match == "margins":
-            own, other = (tokens.scores(a, x) for x in (start_M, reference_M))
-            match_E[c], sure = _at_rank(own[c] - own[r], other[c] - other[r])
+            policy_E, reference_E = (tokens.scores(a, x) for x in (start_M, reference_M))
+            match_E[c], sure = _at_rank(policy_E[c] - policy_E[r], reference_E[c] - reference_E[r])
             match_E[r], sure_E[c], sure_E[r] = match_E[c], sure, sure
         else:
             h_E = tokens.scores(a, start_M - reference_M)
@@ -358,7 +358,7 @@ def _at_rank(own: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return np.sort(other)[rank], near.sum(1) == 1
 
 
-def _own(batch: Batch, tokens: _Tokens, rows: JudgedRows) -> np.ndarray:
+def _wpo_weight(batch: Batch, tokens: _Tokens, rows: JudgedRows) -> np.ndarray:
     """[E]: each pair's weight for `weights=wpo`: the product over both sides of exp(mean of log p - log sum p^2)."""
     logp_M = batch[START].astype(np.float64)
     mean_E = tokens.sum(logp_M - np.log(batch[COLLISION].astype(np.float64))) / tokens.length_E
@@ -378,7 +378,7 @@ def _added(a: PreferenceAlgorithm, batch: Batch, rows: JudgedRows, tokens: _Toke
         # A gold completion stands on side 2 of its unit, beside the chosen and the rejected one.
         on_M = weight_M * (side_M == (2 if kind(term) == "GoldNLL" else 1))
         divisor = 1.0 if getattr(term, "over", "tokens") == "sequences" else on_M.sum()
-        out = out - coef * on_M / (divisor or 1.0)
+        out = out - coef * on_M / (divisor or 1.0)  # 0: no completion is on that side, so the term is 0
     return out, np.abs(out)
 
 

@@ -91,7 +91,7 @@ def agrees_on_synthetic_judgements(a: PreferenceAlgorithm) -> None:
 def _synthetic(a: PreferenceAlgorithm) -> tuple[Batch, np.ndarray, JudgedRows]:
     """(a minibatch, the policy's log-probs in float32 [M], how its completions were judged), for the kind of rows."""
     rng = np.random.Generator(np.random.Philox(key=20_261_123))
-    order = SIDES[a.rows] or (1,)
+    order = SIDES[a.rows] or (1,)  # labels have no order: each completion is a unit
     side_E = np.tile(np.array(order), UNITS)
     if a.rows == "label":
         # 0, 1, 0, 0, 1, 0: both labels, in unequal numbers.

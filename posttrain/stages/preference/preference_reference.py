@@ -97,16 +97,16 @@ class ReferenceCheck(Observer):
             self._remembered = batch.select(np.concatenate(members))
         remembered = self._remembered
         if isinstance(reference, ReferenceScores):
-            now_M, then_M = (reference.of(segments_of(b, range(b.episodes))) for b in (batch, remembered))
+            now_M, remembered_M = (reference.of(segments_of(b, range(b.episodes))) for b in (batch, remembered))
             # These log-probs were computed ahead and are read from memory, so they must be equal to the last bit.
             bounds = Gap(0, 0), Gap(0, 0)
         else:
             reference_unmoved(reference)
-            now_M, then_M = reference.score(batch), reference.score(remembered)
+            now_M, remembered_M = reference.score(batch), reference.score(remembered)
             # The remembered units were first scored inside a larger minibatch, so their rounding differs more.
             bounds = unmeasured(dtype, batch.sampling.temperature), CEILING[dtype]
         reference_says(batch[REFERENCE], now_M, bounds[0], "the reference log-probs in the minibatch")
-        reference_says(remembered[REFERENCE], then_M, bounds[1], "the reference log-probs of the first step")
+        reference_says(remembered[REFERENCE], remembered_M, bounds[1], "the reference log-probs of the first step")
 
     def _starts(self, roles: PreferenceRoles, packed: PackedEvent, logp_M: np.ndarray) -> ObserverReport | None:
         batch, dtype, gauges = packed.batch, roles.run.model.dtype, dict[str, Gauge]()

@@ -32,7 +32,7 @@ from posttrain.system.machine import freed_at_once
 
 
 class OrderedLearner(HFLearner):
-    """A first base class for a learner of rank 0: it orders each method that reads whole weights of all ranks.
+    """A first base class for a learner of rank 0: a method that reads whole weights is ordered of all ranks.
 
     Derive `class LeadX(OrderedLearner, X)`, where `X` is the learner of one rank. `forward` and `parameters` are of
     this rank alone. A step of the trainer calls them on all ranks at once.

@@ -38,7 +38,7 @@ class RowCheck(Observer):
         if self._number == 0:
             order_to_others = together.watch, (roles.run.model, roles.stage, lead.state.checks, roles.sync.probe_ids)
             with lead.ordered("take checks", order_to_others):
-                pass
+                pass  # rank 0 has them already
         with lead.ordered(f"begin {type(self.inner).__name__}", (together.begin_check, (self._number,))):
             await self.inner.begin(roles)
 

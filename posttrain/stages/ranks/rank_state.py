@@ -84,6 +84,7 @@ class RankState:
     checks: Sequence[Observer] = ()
     """The checks of this rank's own rows."""
     roles: Any = None
+    """The roles that the checks read: `RowRoles`, and on rank 0 those of the stage."""
     event: Event | None = None
     """The event of the trainer's step that is being observed; None outside events."""
 

@@ -25,7 +25,7 @@ from posttrain.system.errors import PosttrainError
 from posttrain.system.terminal_output import tell
 
 EXCHANGE = "an exchange with another rank failed"
-"""The reason of a rank that failed only because another rank did begins with these words."""
+"""Begins the reason of a rank that failed only because another rank had failed."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def serve(rank: int, world: int, path: str, seconds: float, replicas: int = 1) -
 def work(
     store: Store, rank: int, world: int, seconds: float, replicas: int = 1, *, key: bytes, local: bool = False
 ) -> int:
-    """Do what rank 0 orders; returns the exit code of the process."""
+    """Do what rank 0 orders; returns the exit code of the process. Arguments: as of `rank_orders.met`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # rank 0 decides when the run ends
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()

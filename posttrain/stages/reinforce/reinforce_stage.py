@@ -213,6 +213,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         if not stage.staleness:
             return StepGroups(rollout, prompts, sampling, stream, versions)
         request, run = stage.algorithm.request(stage), self.parts.run
+        # After the request: index, steps, staleness, deterministic, asks_again, versions, idle, cursor.
         return GroupQueue(
             rollout,
             prompts,

@@ -54,7 +54,7 @@ class AveragePolicy:
         """Inside the block the learner's model has the averages as its weights."""
         state = self.optimizer.state_tensors()
         policy_weights = snapshot(self.learner)
-        # They may have another dtype. A parameter without an average does not train, so it keeps its value.
+        # Averages may have another dtype. A parameter without an average does not train, so it keeps its value.
         averages = {n: state[AVERAGE + n].to(p.dtype) for n, p in policy_weights.items() if AVERAGE + n in state}
         if not averages:
             raise InvariantError(

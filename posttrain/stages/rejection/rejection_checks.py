@@ -110,7 +110,9 @@ def nothing_is_lost(
     kept: Sequence[Candidate], rewards: Mapping[str, Sequence[float]], m: RejectionMethod, i: int
 ) -> None:
     """Checks that no prompt is lost: if one of its completions passes the method's rule, at least one is kept."""
-    lost = sorted({name for name, own in rewards.items() if m.keep.chosen(own, i)} - {c.prompt for c in kept})
+    lost = sorted(
+        {name for name, of_prompt in rewards.items() if m.keep.chosen(of_prompt, i)} - {c.prompt for c in kept}
+    )
     if lost:
         raise InvariantError(
             f"nothing of task {lost[0]!r} is kept, and it has a completion that passes the rule {m.keep.words()} (its"
@@ -246,10 +248,13 @@ class RejectionCheck(Observer):
         self._asked_with = ""
         """Fingerprint of the weights that sampled the round; '' in a stage that is resumed inside it."""
         self._played: dict[Place, Episode] = {}
+        # By the id of a task: its prompt without a hint, and the rewards of its completions that may be kept.
         self._prompts: dict[str, np.ndarray] = {}
         self._rewards: dict[str, list[float]] = {}
         self._rows: Counter[Row] = Counter()
+        """How often each sequence may be in a minibatch of this round."""
         self._kept = 0
+        """Number of completions that this round kept."""
 
     async def begin(self, roles: RejectionRoles) -> None:
         self._start = self._start or roles.learner.fingerprint()
@@ -283,6 +288,8 @@ class RejectionCheck(Observer):
         return None
 
     def _take(self, roles: RejectionRoles, groups: Sequence[Group]) -> Gauges:
+        """Note what a round played: first its plain groups, for which the gauges of `_same_distribution` are returned,
+        and then those with a hint."""
         hinted = is_hinted(groups)
         if not hinted:
             # A new round. Hinted groups come after the plain ones of the same round, and are added to them.
@@ -292,12 +299,12 @@ class RejectionCheck(Observer):
             name = g.task.id.removesuffix(HINTED) if hinted else g.task.id
             for e in g.episodes:
                 self._played[name, e.visit, e.sibling, hinted, None] = e
-                self._judged(name, e)
+                self._note_reward(name, e)
                 if not hinted and e.segments and e.segments[0].mask.any():
                     self._prompts[name] = e.segments[0].ids[: int(np.argmax(e.segments[0].mask))]
         return {} if hinted else self._same_distribution(roles, groups)
 
-    def _judged(self, name: str, e: Episode) -> None:
+    def _note_reward(self, name: str, e: Episode) -> None:
         """Note the reward of a completion, if it may be kept: judged, not empty, not cut off, not shown."""
         reward = outcome(e.verdicts)
         if reward is not None and e.spoken and not (e.stop.cut or e.cut or e.shown):
@@ -317,7 +324,7 @@ class RejectionCheck(Observer):
                     continue
                 shared.add(c)
                 self._played[c.task.id, c.visit, c.sibling, False, (a.episode.sibling, a.kept)] = c
-                self._judged(c.task.id, c)
+                self._note_reward(c.task.id, c)
 
     def _same_distribution(self, roles: RejectionRoles, groups: Sequence[Group]) -> Gauges:
         """Checks that sampler and learner have the same weights when a round samples: their log-probs agree."""

@@ -279,13 +279,13 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
         trainer.version += 1
         trainer.optimizer = parts.optimize(self.stage.optimizer)
 
-    async def _batch(self, ones: list[Candidate], index: int) -> Batch:
+    async def _batch(self, candidates: list[Candidate], index: int) -> Batch:
         """The kept completions of a step, and its share of demonstrations behind them."""
         roles, stage = self.roles, self.stage
-        segments = [s for c in ones for s in c.segments]
+        segments = [s for c in candidates for s in c.segments]
         # For each segment the number of its completion: a completion of several turns may have several segments. The
         # numbers of the demonstrations come after those of the completions.
-        sequence = [i for i, c in enumerate(ones) for _ in c.segments]
+        sequence = [i for i, c in enumerate(candidates) for _ in c.segments]
         weights = [np.ones(sum(s.spoken for s in segments))]
         if (settings := imitating(stage)) is not None:
             demonstrations = await demonstrated(
@@ -297,9 +297,9 @@ class RejectionDriver(Driver[Rejection, RejectionState, RejectionWork], stage=Re
                 step=index - 1,  # steps are counted from 1, minibatches of the data from 0
                 context=roles.context,
             )
-            demonstrations = demonstrations[: stage.shown_beside(len(ones))]
+            demonstrations = demonstrations[: stage.shown_beside(len(candidates))]
             weights += [t.weight_M for t in demonstrations]
-            sequence += [len(ones) + i for i, t in enumerate(demonstrations) for _ in t.segments]
+            sequence += [len(candidates) + i for i, t in enumerate(demonstrations) for _ in t.segments]
             segments += [s for t in demonstrations for s in t.segments]
         return imitated(segments, sequence, np.concatenate(weights))
 

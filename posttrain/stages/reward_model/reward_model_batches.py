@@ -196,6 +196,7 @@ def _scores(
         batch = batch_of(judged[i : i + PART], renderer, context)
         spoken = np.bincount(batch.segment_M, minlength=len(batch.lengths_S))
         unit = i + unit_of_each(batch)
+        # `cumsum - spoken`: the place of the first spoken token of each completion. Its side stands on all of them.
         parts.append((learner.rewards(batch), batch[SIDE][np.cumsum(spoken) - spoken], spoken, unit))
     score, side, tokens, unit = map(np.concatenate, zip(*parts, strict=True))
     return score.astype(np.float64), side.astype(np.float64), tokens.astype(np.float64), unit
