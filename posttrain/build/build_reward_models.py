@@ -270,6 +270,7 @@ def reward_member(run: Run, path: str, policy: Policy) -> JudgeMember:
     if is_run(folder):
         model = reward_policy(folder)
     else:
+        # It only scores: compiled layers and checkpointing are for the learner of the policy.
         model = read_reward_model(path, replace(run.model, compile=False, gradient_checkpointing="none"))
     _frozen(model)
     name = folder.resolve().name if folder.is_dir() else path
@@ -287,5 +288,6 @@ def reward_member(run: Run, path: str, policy: Policy) -> JudgeMember:
 def _as_member(name: str, policy: Policy, renderer: Renderer | None) -> JudgeMember:
     head = policy.reward_head
     assert head is not None
-    last = head.shape.pool == "last" and head.gate is None
-    return JudgeMember(name, FrozenRewards(policy), policy.context, renderer, last, head.blank)
+    # A gate reads the last token of the prompt too.
+    reads_last = head.shape.pool == "last" and head.gate is None
+    return JudgeMember(name, FrozenRewards(policy), policy.context, renderer, reads_last, head.blank)

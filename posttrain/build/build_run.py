@@ -61,6 +61,7 @@ WORDS = ("bad_words", "allowed_words")
 def facts(policy: Policy, threads: int, sandboxes: Sequence[str] = (), held: int | None = None) -> dict[str, Any]:
     """Returns what `run.json` records beside the run tree: versions, the machine, digests, sandboxes. `held`: resident
     bytes of this process before the model was loaded; the run's memory is counted above them."""
+    # On a CPU peaks are of the whole process; an accelerator's allocator counts the run alone (`PeakMemory`).
     resident = {} if held is None or policy.device.type != "cpu" else {"held": held}
     return {
         "versions": {
@@ -144,10 +145,10 @@ def make_policy(
         policy = load_policy(run.model, alphabet, run.seed, tokenizer_files=written)
     check_lengths(run, policy.context)
     check_tokens(run, policy)
-    for one in distinct(env, others):
-        here = [s for s in run.stages if others.get(s.name, env) is one]
-        check_prompts(run, one, policy, here)
-        check_judgements(run, one, policy, here)
+    for each_env in distinct(env, others):
+        its_stages = [s for s in run.stages if others.get(s.name, env) is each_env]
+        check_prompts(run, each_env, policy, its_stages)
+        check_judgements(run, each_env, policy, its_stages)
     # The digest in the folder is of the model with which the run began, and says nothing with other settings.
     if own is not None and run.model == run_file(own).run.model:
         same_base(own, policy)

@@ -69,6 +69,7 @@ async def _prove(parts: RunParts, setting: StageSetting, tokenizer: Any) -> list
     await near_misses_are_not(env, [*held, *train])
     notes = [
         *await rewards_tell(env, [*train, *held]),
+        # Several judgements may be about one prompt, which is then no repeat.
         *data_notes(env.train, env.heldout, repeats=env.abilities.judgements is not None),
         *lint_notes(parts, env),
         *other_form(parts, env, [*train, *held]),
@@ -268,6 +269,7 @@ async def conversations_append(parts: RunParts, setting: StageSetting, task: Tas
     """Play one scripted episode with the policy's own chat template, to see that each turn appends to one sequence;
     DataError where the template rewrites or refuses messages. Returns whether the environment may send observations."""
     render: Any = parts.renderer
+    # Each turn is a sequence of its own, so nothing must append. There may be observations.
     if render.history == "rewrite":
         return True
     env = setting.environment

@@ -186,15 +186,15 @@ def _hosts(placement: Processes, start: bytes, threads: int) -> tuple[NewHost, C
 
     # Each engine keeps cores of its own, the highest numbers first, also when it is started again. This process keeps
     # the others.
-    each = placement.cores
-    available = sorted(os.sched_getaffinity(0), reverse=True) if each else []
+    cores_each = placement.cores
+    available = sorted(os.sched_getaffinity(0), reverse=True) if cores_each else []
 
     def process(number: int) -> tuple[EngineHost, Future[EngineFacts]]:
-        cores = frozenset(available[number * each : (number + 1) * each]) if each else None
+        cores = frozenset(available[number * cores_each : (number + 1) * cores_each]) if cores_each else None
         host = ProcessHost(f"engine {number}", start, threads=threads, cores=cores)
         return host, host.started
 
-    return process, keep_to(frozenset(available[placement.engines * each :]))
+    return process, keep_to(frozenset(available[placement.engines * cores_each :]))
 
 
 def keep_to(cores: frozenset[int]) -> Callable[[], None]:

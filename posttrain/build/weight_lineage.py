@@ -109,6 +109,7 @@ def began_with(run: Run, policy: Policy, environments: Mapping[str, Environment]
     weights = fingerprint(policy.numbers(named_tensors(policy.module)))
     facts: dict[str, Any] = {
         "weights": weights,
+        # Frozen weights as their files hold them, before they are rounded to few bits.
         "base": policy.rounded_from or (base_digest(policy) if policy.lora is not None else ""),
         "dtype": run.model.dtype,
         "data": {name: tasks_digest(e) for name, e in environments.items()},
@@ -219,7 +220,7 @@ def lineage_of(folder: Path, checkpoint: Checkpoint | None = None) -> tuple[Line
     if not links:  # an older version began it
         links = (LineageLink(kind="base", name=_model_name(file.run.model.path or "built")),)
     _same_as_written(folder, links)
-    _parent_is_there(folder, file)
+    _check_parent(folder, file)
     run_link = LineageLink(
         kind="run",
         name=str(file.identity or ""),
@@ -280,6 +281,7 @@ def _same_as_written(folder: Path, links: Iterable[LineageLink]) -> None:
     if data is None:
         return
     written = links_from(data.get("links"), str(folder / LINEAGE), RunFolderError)
+    # Its last link is this run's own.
     if written[:-1] != tuple(links):
         raise RunFolderError(
             f"{folder / LINEAGE} names other models before this run than run.json does. Remove it: it is written anew"
@@ -287,7 +289,7 @@ def _same_as_written(folder: Path, links: Iterable[LineageLink]) -> None:
         )
 
 
-def _parent_is_there(folder: Path, file: RunFile) -> None:
+def _check_parent(folder: Path, file: RunFile) -> None:
     """Raises RunFolderError if the run with which this one began is still there, and its checkpoint has changed.
 
     Only for a run that this user made on this machine, because the other folder is outside this one.
