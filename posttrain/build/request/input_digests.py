@@ -143,8 +143,8 @@ def changed_files(folder: Path, run: Run) -> list[ChangedInput]:
     # A setting that is changed now names another file on purpose.
     then = {p: d for p, d in _began(file.facts).items() if p in stored and stored[p] == now.get(p)}
     # A setting whose files are all gone has no entry, and must still be compared: with nothing.
-    none: Digests = {p: {} for p in then}
-    return _differ(then, none | input_digests(file.run)) if then else []
+    no_files: Digests = {p: {} for p in then}
+    return _differ(then, no_files | input_digests(file.run)) if then else []
 
 
 def changed_tasks(folder: Path, run: Run, environments: Mapping[str, Environment]) -> list[ChangedInput]:

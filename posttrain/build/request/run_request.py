@@ -199,6 +199,7 @@ def settled(request: RunRequest) -> RunRequest:
 def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> RunRequest:
     """A run that was interrupted or is finished, with its recorded settings and those that change now."""
     assert options.resume is not None
+    # No recipe is given here, so the first word may be an override already.
     if isinstance(recipe, str) and "=" in recipe:
         recipe, overrides = "", (recipe, *overrides)
     if recipe or options.out:
@@ -225,6 +226,7 @@ def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions
     except BaseException:
         book.close()
         raise
+    # All overrides repeat what the run has already.
     if longer is not None and not (longer.changes or inputs):
         longer = None
     notes = (*edit_notes(book.folder), *missing_notes(book.folder), *given_notes(folder, objects))

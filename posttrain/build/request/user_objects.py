@@ -222,10 +222,10 @@ def named_rewards(
 ) -> tuple[tuple[Reward, ...], dict[str, Callable[..., Any]]]:
     """(the rewards as the tree names them, the functions among them by their names)."""
     words, functions = list[Reward](), dict[str, Callable[..., Any]]()
-    for number, one in enumerate(_one_by_one(rewards), 1):
-        thing, weight = _weighed(one)
+    for number, given in enumerate(_one_by_one(rewards), 1):
+        thing, weight = _weighed(given)
         if isinstance(thing, Reward):
-            words.append(thing if thing is one else replace(thing, weight=weight))
+            words.append(thing if thing is given else replace(thing, weight=weight))
         elif isinstance(thing, str):
             words.append(Reward(function=thing, weight=weight))
         elif callable(thing):
@@ -247,14 +247,14 @@ def _one_by_one(rewards: Sequence[GivenReward] | GivenReward) -> Sequence[Any]:
     return cast("list[Any]", rewards) if isinstance(rewards, list) else (rewards,)
 
 
-def _weighed(one: Any) -> tuple[Any, float]:
+def _weighed(given: Any) -> tuple[Any, float]:
     """(what judges, its weight): of a tuple as it says, else 1."""
     try:
-        thing, weight = cast("tuple[Any, Any]", one) if isinstance(one, tuple) else (one, 1.0)
+        thing, weight = cast("tuple[Any, Any]", given) if isinstance(given, tuple) else (given, 1.0)
         return thing, float(weight)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"rewards: {one!r:.80} is no reward with its weight, such as (function, 0.5); give several rewards as a"
+            f"rewards: {given!r:.80} is no reward with its weight, such as (function, 0.5); give several rewards as a"
             " list: [function, 'exact']"
         ) from error
 
@@ -313,9 +313,9 @@ def _setting(value: Any, name: str) -> str:
         return str(folder)
     if known := our_name(name):
         raise ConfigError(f"{name}: no such setting; {known}")
-    if hasattr(value, "save_pretrained"):
+    if hasattr(value, "save_pretrained"):  # a model or tokenizer of transformers
         raise ConfigError(f"{name}: give a directory or hub id: write the object with save_pretrained(FOLDER) first")
-    if hasattr(value, "item"):
+    if hasattr(value, "item"):  # a number of NumPy or torch
         return str(value.item())
     raise ConfigError(
         f"{name}: a {type(value).__name__} is no setting; give text, a number, true or false, a list, or a dict"
