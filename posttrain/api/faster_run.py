@@ -108,9 +108,9 @@ def _of_sampling(
         # With `oversample` a group waits for the k-th of n answers, and no longer for the longest one. The k-th
         # shortest of n lengths is near their quantile k / (n + 1).
         more = stage.siblings + max(1, stage.siblings // 4)
-        first = work.lengths.quantile(stage.siblings / (more + 1)) / work.lengths.longest(work.sequences)
+        waited = work.lengths.quantile(stage.siblings / (more + 1)) / work.lengths.longest(work.sequences)
         price = "prefers short answers"
-        yield RunChange(f"{name}.oversample={more}", rollout * max(0.0, 1 - first) * _tail(gauges), price, "counted")
+        yield RunChange(f"{name}.oversample={more}", rollout * max(0.0, 1 - waited) * _tail(gauges), price, "counted")
     if stage.sync_every is None:
         every = 5 * stage.optimizer_steps
         saved = seconds.get("sync", 0) * (1 - OPTIMISATIONS["every 5"].factor)

@@ -111,8 +111,9 @@ def _drafts(run: Run, options: PlanOptions) -> int:
 def throughput_of(run: Run, work: Work, where: Hardware, assumed: Assumed) -> Throughput:
     """The times of a stage of a run on a machine."""
     workers = run.engine.workers if isinstance(run.engine, VLLM) else 1
-    own_engines = None if work.engines else min(workers, where.count)
-    return throughput(work, where, assumed, own_engines, workers)
+    # None: those of the engines that `work` names. Where it names none, the run's one engine has its workers' devices.
+    sampling_devices = None if work.engines else min(workers, where.count)
+    return throughput(work, where, assumed, sampling_devices, workers)
 
 
 def assumed_of(run: Run, stage: Stage, work: Work, options: PlanOptions) -> Assumed:
@@ -226,6 +227,7 @@ def lengths_of(stage: Stage, context: int, options: PlanOptions) -> tuple[Length
     most = sampling.max_tokens if sampling is not None else options.answer or min(ANSWER, context or ANSWER)
     prompt = PROMPT if options.prompt is None else options.prompt
     # Assumed lengths are shortened for a short context. Lengths that the user gives raise below if they do not fit.
+    # Sampled answers keep their limit, which is a setting, so the prompt alone gives way. With demonstrations both do.
     if options.prompt is None and context:
         prompt = max(1, min(PROMPT, context - most)) if sampling is not None else max(1, min(PROMPT, context // 4))
         most = most if sampling is not None else max(1, min(most, context - prompt))

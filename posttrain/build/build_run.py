@@ -127,7 +127,7 @@ def make_policy(
         env: the environment of all stages but those named in `others` (`own_environments`).
         written: tokenizer files in a run folder. None: a tokenizer that is built has the characters of all
             environments.
-        own: the run's folder, where there is one: a branched run has its model there. Its weights are not loaded yet.
+        own: the run's folder, where there is one. A branched run has its model there, whose weights are loaded later.
         blank: the policy, if its model shall not be loaded in this process.
     """
     others = others or {}

@@ -233,6 +233,7 @@ def follow(options: RankOptions) -> int:
 
 def dismiss(options: RankOptions) -> None:
     """Rank 0 of torchrun ends with an error: let go of ranks that still wait for it to begin."""
+    # Whatever the store says, the error with which rank 0 ends is the one to show.
     with suppress(Exception):
         torchrun_store(options).set(HERE.format(0), END)
 

@@ -220,6 +220,7 @@ class StepGradients:
                     at, weight, float(expected_there.move), math.inf if expected_there.along else expected_there.size
                 )
         # Whole parameters are compared in the first step only, since copies and expected state of them are held.
+        # An optimizer that does not count its steps is never at its first.
         first = not optimizer.state_tensors().get("steps", 1)
         small = _smallest(grads) if first else []
         expected = {n: optimizer.expected_update(config, n, grads[n], norm, **share_argument) for n in small}
