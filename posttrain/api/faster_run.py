@@ -66,6 +66,7 @@ def by_saving(
 
 
 def _of_any(run: Run, stage: Stage, seconds: Mapping[str, float]) -> Iterator[RunChange]:
+    """Changes of any stage: what is measured, kept and written, and how numbers are computed."""
     for role, every in (("evaluate", "eval_every"), ("checkpoint", "checkpoint_every")):
         if n := getattr(stage, every):
             yield RunChange(f"{stage.name}.{every}={2 * n}", seconds.get(role, 0) / 2, "half as often", "this run")
@@ -84,6 +85,7 @@ def _of_any(run: Run, stage: Stage, seconds: Mapping[str, float]) -> Iterator[Ru
 def _of_sampling(
     run: Run, stage: Reinforce, work: Work, seconds: Mapping[str, float], gauges: Gauges, clock: Mapping[str, float]
 ) -> Iterator[RunChange]:
+    """Changes that shorten rollouts, or the wait for them."""
     name, rollout = stage.name, seconds.get("rollout", 0.0)
     if not stage.staleness:
         # The recorded times in the form of a plan. So the plan's own rule computes the step in which roles overlap.
@@ -124,6 +126,7 @@ def _tail(gauges: Gauges) -> float:
 
 
 def _of_learning(run: Run, stage: Reinforce, work: Work, seconds: Mapping[str, float]) -> Iterator[RunChange]:
+    """Changes that shorten the learner's work on the answers of a step."""
     reads = stage.algorithm.reads
     if "reference" in reads and not stage.algorithm.own_teacher:
         price = "no distance to the start is paid for: another algorithm"

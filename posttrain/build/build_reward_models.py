@@ -117,7 +117,7 @@ class RewardModels:
         default = RESOLUTIONS[self._run.model.dtype]
         if any(_separator(m) for m in members):
             return self._step_judge(name, reward, members)
-        if (reward.steps, reward.progress) != ("score", False):
+        if (reward.steps, reward.progress) != ("score", False):  # the defaults
             raise ConfigError(
                 f"reward model {name} scores whole answers, and steps and progress are for one that scores steps"
                 " (judgement=steps): leave them out"
@@ -170,6 +170,7 @@ class RewardModels:
         return self._members[path]
 
     def _load(self, path: str) -> JudgeMember:
+        """The reward model that a stage of this run trained (`stage:NAME`), or the one at a path."""
         if path.startswith(STAGE):
             name = path.removeprefix(STAGE)
             assert self._folder is not None

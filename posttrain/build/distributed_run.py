@@ -299,14 +299,14 @@ def lead_learner(run: Run, policy: Policy, lead: RankLead) -> OrderedLearner:
 
 def over_ranks(parts: RunParts, run: Run, lead: RankLead) -> RunParts:
     """The parts of a run over ranks: references, optimizers, trainers and checks are those that work on all ranks."""
-    half = run.model.dtype == "float16"
+    scaled = run.model.dtype == "float16"
     checks_of_rows = (
         *ROW_CHECKS,
-        *([ScaleCheck] if half else []),
+        *([ScaleCheck] if scaled else []),
         *([ExpertsCheck] if lead.parallel == "experts" else []),
     )
     # None: the optimizer's state lies where the parameters do.
-    optimizer_arguments: tuple[Any, ...] = (run.model.kernels, half, None)
+    optimizer_arguments: tuple[Any, ...] = (run.model.kernels, scaled, None)
     return replace(
         parts,
         freeze=lambda: LeadReference(lead),

@@ -52,6 +52,7 @@ async def prove_start(parts: RunParts, tokenizer: Any) -> list[str]:
     settings = {id(s.environment): s for s in map(parts.setting, parts.run.stages)}
     notes = [note for s in settings.values() for note in await _prove(parts, s, tokenizer)]
     pairs = [(parts.setting(s).environment, parts.other_environments(s)) for s in parts.run.stages]
+    # Each environment is compared once with the same others.
     for env, others in {(id(env), *map(id, others)): (env, others) for env, others in pairs}.values():
         notes += split_is_clean(env, others)
     return list(dict.fromkeys(notes))

@@ -261,7 +261,7 @@ def _about(folder: Path, file: RunFile, facts: Mapping[str, Any], checkpoint: Ch
 def _stage(run: Run, stage: Stage, taken: int, facts: Mapping[str, Any]) -> dict[str, Any]:
     """What the link of a run says about one of its stages."""
     env = run.env_of(stage)
-    settings = hashlib.blake2b(_text(to_plain(env)), digest_size=16).hexdigest()
+    settings_digest = hashlib.blake2b(_text(to_plain(env)), digest_size=16).hexdigest()
     return {
         "name": stage.name,
         "kind": type(stage).__name__,
@@ -269,7 +269,7 @@ def _stage(run: Run, stage: Stage, taken: int, facts: Mapping[str, Any]) -> dict
         "steps": taken,
         "algorithm": stage.algorithm_name,
         "environment": local_names(env.name),
-        "environment_digest": settings,
+        "environment_digest": settings_digest,
         "data_digest": str(object_of(facts.get("data")).get(stage.name) or ""),
         "code": object_of(object_of(facts.get("code")).get(stage.name)),
     }

@@ -117,6 +117,7 @@ def changes(old: Run, new: Run) -> tuple[Change, ...]:
     """The settings in which two runs differ."""
     before, after = values(old), values(new)  # path -> (Class.field, value)
     paths = [p for p in {**before, **after} if before.get(p) != after.get(p)]
+    # A side that lacks the setting has None in the place of its value.
     return tuple(
         Change(p, (after.get(p) or before[p])[0], *(x[p][1] if p in x else None for x in (before, after)))
         for p in paths

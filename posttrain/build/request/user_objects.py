@@ -335,10 +335,10 @@ def given_again(folder: Path, handed: UserObjects) -> RuntimeObjects:
     objects = replace(given, folder=folder)
     envs = [run.env, *(s.env for s in run.stages if s.env is not None)]
     rewards = [r.function for e in envs for r in e.rewards if is_inline(r.function)]
-    places = [e.name for e in envs if is_inline(e.name)]
-    if why := objects.lacking(rewards, places):
+    env_names = [e.name for e in envs if is_inline(e.name)]
+    if why := objects.lacking(rewards, env_names):
         raise ConfigError(why)
-    named = {n.removeprefix(INLINE) for n in (*rewards, *places)}
+    named = {n.removeprefix(INLINE) for n in (*rewards, *env_names)}
     # `lacking` has found that nothing is missing. Nor may anything be handed that the run does not name.
     strange = [n for n in (*given.rewards, *given.environments) if n not in named]
     known = {r.function for r in run.env.rewards}
