@@ -184,8 +184,8 @@ def _hosts(placement: Processes, start: bytes, threads: int) -> tuple[NewHost, C
 
         return actor, close
 
-    # Each engine has cores of its own, counted from the highest number, and the same ones when it is started again. This
-    # process keeps the others.
+    # Each engine has cores of its own, counted from the highest number; also when it is started again. This process
+    # keeps the others.
     cores_each = placement.cores
     available = sorted(os.sched_getaffinity(0), reverse=True) if cores_each else []
 
