@@ -142,7 +142,7 @@ def evaluate(
     _check_asked(target, checkpoint, remote, ema)
     objects = UserObjects(None if isinstance(env, str) else env, rewards)
     overrides = (f"env={env}", *overrides) if isinstance(env, str) else overrides
-    run, weights, given = asked_run(target, checkpoint, overrides, objects, quiet, trust)
+    run, weights, runtime_objects = asked_run(target, checkpoint, overrides, objects, quiet, trust)
     evaluation = run.evaluation if samples is None else replace(run.evaluation, samples=samples)
     contract = contract_of(run, max_tokens, temperature)
     folder = None if weights is None else Path(target)
@@ -150,7 +150,7 @@ def evaluate(
     # stages have environments of their own the tokenizer comes from the folder.
     written = folder / TOKENIZER if folder is not None and any(s.env for s in run.stages) else None
     run = _evaluated(run, contract)
-    with closing(make_environment(run, given)) as environment:
+    with closing(make_environment(run, runtime_objects)) as environment:
         judges = declared(environment).judges or run.env.has_reward_models
         _check_measurable(environment, run.env, is_url(target), judges or folder is not None)
         from posttrain.build.build_reward_models import judges_of

@@ -58,8 +58,8 @@ def swept(recipe: str, words: Sequence[str], options: PlanOptions, sweep: str) -
         name = f"{first.stage.name}.{name}"
     out = list[SweptValue]()
     for value in values:
-        more, changed = _with(name, value, options)
-        plan = planned(recipe, [*words, *more], changed)
+        more_words, changed_options = _with(name, value, options)
+        plan = planned(recipe, [*words, *more_words], changed_options)
         if plan.timed is None:
             raise ConfigError(
                 "--sweep needs the speed of a machine: posttrain plan --probe measures this one; or give machine=H100"

@@ -327,13 +327,13 @@ def write_lineage(folder: Path, begun_from: str | None = None) -> None:
     Args:
         begun_from: set where a session begins now: the name of the checkpoint from which it goes on, '' without one.
     """
-    kept = sessions(folder)
+    session_rows = sessions(folder)
     if begun_from is not None:
         # Only the newest are kept, so that the file of a run that is resumed very often does not grow for ever.
-        kept = [*kept, {"from": begun_from, "posttrain": VERSION}][-MOST_SESSIONS:]
+        session_rows = [*session_rows, {"from": begun_from, "posttrain": VERSION}][-MOST_SESSIONS:]
     readable = scan(folder)
     links = lineage_of(folder, readable[-1] if readable else None)
-    files.write_json(folder / LINEAGE, {"schema": SCHEMA, "links": chain(links), "sessions": kept})
+    files.write_json(folder / LINEAGE, {"schema": SCHEMA, "links": chain(links), "sessions": session_rows})
 
 
 def write_exported(folder: Path, links: Iterable[LineageLink]) -> None:

@@ -225,8 +225,8 @@ class Choices:
 
     def _tokens_of(self, stage: Reinforce | Rejection | StepLabeling) -> int:
         """Most tokens of an answer of a stage, given or chosen."""
-        given = self._is_given(f"{stage.name}.sampling.max_tokens")
-        return stage.sampling.max_tokens if given else int(self._answer()[0])
+        is_given = self._is_given(f"{stage.name}.sampling.max_tokens")
+        return stage.sampling.max_tokens if is_given else int(self._answer()[0])
 
     @cached_property
     def needed(self) -> float:

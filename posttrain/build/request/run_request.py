@@ -288,8 +288,8 @@ def _check_architecture(run: Run, own: Path | None) -> None:
         return
     source = run_source(run.model.path)
     # A run folder keeps the configuration of its model; a directory has its own.
-    kept = own or (None if source is None else source[0])
-    file = (kept / MODEL if kept is not None else Path(locate(run.model.path))) / "config.json"
+    run_folder = own or (None if source is None else source[0])
+    file = (run_folder / MODEL if run_folder is not None else Path(locate(run.model.path))) / "config.json"
     # For a hub id the file may not be here yet. The same is checked again before vLLM starts.
     if file.is_file():
         (refuse_same_bits if same_bits else refuse_vllm)(read_object(file))

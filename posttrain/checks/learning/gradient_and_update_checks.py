@@ -123,18 +123,18 @@ def _silent(
 @torch.no_grad()
 def _felt(learner: Learner, packed: Packed, parameter: Any, before: np.ndarray) -> bool:
     """Returns whether some log-prob changes when the parameter is moved. `before`: the log-probs without the move."""
-    kept = parameter.detach().clone()
+    original = parameter.detach().clone()
     # A rank without rows of this weight moves nothing, and takes part in the scoring: it is an exchange of all ranks.
-    if not kept.numel():
+    if not original.numel():
         return float(np.abs(learner.score(packed) - before).max()) > FELT
     # A tensor that is all one number has no spread: its size stands for it, and 0.01 where that is smaller.
-    size = float(kept.float().std()) if kept.numel() > 1 else 0.0
+    size = float(original.float().std()) if original.numel() > 1 else 0.0
     # Signs alternate, since adding one number to all elements may leave softmax and norms as they were.
-    signs = torch.arange(kept.numel(), device=kept.device).remainder(2).mul(2).sub(1).view_as(kept)
-    parameter.add_((signs * NUDGE * (size or max(0.01, float(kept.abs().max())))).to(kept.dtype))
+    signs = torch.arange(original.numel(), device=original.device).remainder(2).mul(2).sub(1).view_as(original)
+    parameter.add_((signs * NUDGE * (size or max(0.01, float(original.abs().max())))).to(original.dtype))
     after = learner.score(packed)
-    # The copy is put back, bit for bit: subtracting the move would leave rounding.
-    parameter.copy_(kept)
+    # The original is put back, bit for bit: subtracting the move would leave rounding.
+    parameter.copy_(original)
     return float(np.abs(after - before).max()) > FELT
 
 

@@ -101,8 +101,8 @@ class FreshCheck(Observer):
         fresh = np.concatenate([s.version[s.mask] for s in segments]) == version
         gauges = _compare_segments(roles, segments, fresh)
         # Draws are tested on whole episodes of this version, whose places are known from the start.
-        own = [x for g in groups for x in g.episodes if x.own]
-        whole_episodes = [x for x in own if all((s.version[s.mask] == version).all() for s in x.segments)]
+        own_episodes = [x for g in groups for x in g.episodes if x.own]
+        whole_episodes = [x for x in own_episodes if all((s.version[s.mask] == version).all() for s in x.segments)]
         if whole_episodes and roles.sync.sampler.draws_by_place:
             # Draws are repeated and never bet on here: which answers have ended already depends on their lengths.
             gauges = merge(gauges, draws_are_true(roles, self._bets, whole_episodes, 0, roles.stream))
