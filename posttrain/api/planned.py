@@ -48,7 +48,9 @@ class PlanOptions:
     stage: str | None = None
     prompt: int | None = None
     answer: int | None = None
+    """Tokens of an answer: of a sampled one in the mean."""
     spread: float | None = None
+    """Standard deviation of sampled answers, as a share of their mean."""
     nproc: int | None = None
     replicas: int = 1
     parallel: Parallel = "rows"
@@ -184,7 +186,7 @@ def model_shape(model: Model) -> tuple[ModelShape, int]:
             "vocab_size": ALPHABET,
             "num_local_experts": model.experts,
             "num_experts_per_tok": model.experts_per_token,
-            "tie_word_embeddings": model.arch not in ("llama", "mixtral"),
+            "tie_word_embeddings": model.arch not in ("llama", "mixtral"),  # as `tiny_models.OWN_HEAD` says
         }
         return shape_of(config), model.context or BUILT_CONTEXT
     folder = Path(model.path).expanduser()
@@ -211,7 +213,7 @@ def _chosen(
         hidden=shape.hidden,
         layers=shape.layers,
         ffn=shape.feed,
-        cache_width=shape.cache_bytes(1) // shape.layers,
+        cache_width=shape.cache_bytes(1) // shape.layers,  # at one byte each, bytes are numbers
     )
     device = "cuda" if where.device.accelerator else "cpu"
     place = Machine(device=device, why=where.name, memory=where.device.memory / GIB, cores=cores())

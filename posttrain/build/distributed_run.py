@@ -287,7 +287,7 @@ def lead_learner(run: Run, policy: Policy, lead: RankLead) -> OrderedLearner:
     start = RankStart(sent_policy, *start_settings)
     try:
         sent = pickle.dumps(start, pickle.HIGHEST_PROTOCOL) if lead.ranks.world > 1 else b""
-    except Exception as error:
+    except Exception as error:  # pickling runs code of the model's classes
         raise EngineError(
             f"the model cannot be sent to another process ({type(error).__name__}: {error}): leave out --nproc"
         ) from error

@@ -124,7 +124,7 @@ def engine_pool(run: Run, placement: Processes, policy: Policy, say: Callable[[s
         parts = EngineParts(_for_engine(run), replace(policy.twin(), reward_head=None), threads, fault)
     try:
         start = pickle.dumps(EngineStart(parts, ParcelReceiver), pickle.HIGHEST_PROTOCOL)
-    except Exception as error:
+    except Exception as error:  # pickling runs code of the model's classes
         raise EngineError(
             f"the model cannot be sent to another process ({type(error).__name__}: {error}): set placement=local"
         ) from error
@@ -337,7 +337,7 @@ def _sent(config: Env, env: Environment) -> Env | Environment:
         if source_file(type(env)) is None:
             raise TypeError(f"class {type(env).__name__} was defined in the program itself")
         pickle.dumps(env)
-    except Exception as error:
+    except Exception as error:  # pickling runs code of its classes
         raise ConfigError(
             f"env={config.name} cannot be sent to another process ({type(error).__name__}: {error}). Name its class as"
             " path.py:Class, or set placement.environments=0"

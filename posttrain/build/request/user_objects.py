@@ -252,7 +252,7 @@ def _weighed(reward: Any) -> tuple[Any, float]:
     try:
         thing, weight = cast("tuple[Any, Any]", reward) if isinstance(reward, tuple) else (reward, 1.0)
         return thing, float(weight)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:  # not two things, or the second is no number
         raise ConfigError(
             f"rewards: {reward!r:.80} is no reward with its weight, such as (function, 0.5); give several rewards as a"
             " list: [function, 'exact']"
