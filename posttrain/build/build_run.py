@@ -326,7 +326,7 @@ def make_parts(
 
     def close() -> None:
         roles.serving.keep_timeline(book.folder)
-        # The engine ends with it, after the processes that may ask it. An opponent's engine has nothing to end.
+        # This ends the engine too (`roles.close`), after the processes that ask it. An opponent's has nothing to end.
         elsewhere.close()
         models.close()
 

@@ -188,6 +188,7 @@ async def near_misses_are_not(env: Environment, tasks: Sequence[Task]) -> None:
 async def rewards_tell(env: Environment, tasks: Sequence[Task]) -> list[str]:
     """Notes on the user's rewards, from a few answers that are judged within `MOMENT`. `posttrain check` tries more."""
     gold = env.abilities.gold
+    # Answers that the environment vouches for are tried by `gold_is_paid`. Without a judge there is no reward to try.
     if gold is None or env.abilities.vouched or not env.abilities.judges:
         return []
     # `ANSWERS` tasks with different answers, so that one task's right answer is wrong for the next task.

@@ -94,7 +94,7 @@ class FreshCheck(Observer):
         waiting = roles.groups.queued()[1] if isinstance(roles.groups, GroupQueue) else ()
         groups, version = (*e.played, *waiting), roles.trainer.version
         segments = fresh_segments(groups, version, keeps_caches(roles.run.engine))
-        # Caches of other weights are a risk of their own and are looked at in every step.
+        # Caches of other weights are a risk of their own, looked at in every step. Such a segment would be the first.
         if not segments or not (looked_at(e.index) or (segments[0].version[segments[0].mask] != version).any()):
             return None
         # In the mixed segments only the tokens of this version can be compared.
