@@ -166,7 +166,7 @@ def masks_cover_what_was_said(groups: Sequence[Group], said_tokens: int) -> None
 
     Tokens of other seats are in no mask; they are added to the count. What an opponent said is not this engine's.
     """
-    # What an opponent said, or a demonstration shows, this engine did not sample.
+    # What an opponent said, or a demonstration shows, this engine did not sample. A group's greedy answer it did.
     played = [e for g in groups for e in (*g.episodes, *filter(None, [g.greedy])) if e.own]
     covered = sum(e.spoken for e in played) + sum(t.tokens for e in played for t in e.seats if t.policy)
     # Turns that had ended before their sibling was aborted were counted by the engine too.
