@@ -172,7 +172,9 @@ def gradient_norm(optimizer: Any, grads: Mapping[str, Any]) -> float:
     norm_here = math.sqrt(math.fsum(square_sum(held(g)) for g in grads.values()))
     ranks: Ranks = getattr(optimizer, "ranks", ALONE)
     if ranks.world > 1:
+        # Each rank has its part of the weights. With `replicas` only the ranks of one copy count.
         return joint_norm(of_one_copy(ranks, norm_here, "gradient"))
+    # Other ranks split some weights and hold others whole (`GradientParts`).
     parts = getattr(optimizer, "parts", None)
     return norm_here if parts is None else parts.norm(grads)
 

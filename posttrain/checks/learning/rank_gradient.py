@@ -62,6 +62,7 @@ def silent_on_all_ranks(
     adapter = learner.policy.lora
     # PEFT treats the norm of DoRA as a constant. It moves with the weights, so their gradient is not exact.
     dora = adapter is not None and adapter.dora
+    # Whether products of layers are compared, and the weights stay where they are: see `products_agree`.
     by_layer = dora or learner.narrow is not None or learner.policy.dtype in NARROW
     if by_layer:
         # The first pass makes more passes, which prove shared beginnings. Made here, none of them is under the hooks.
