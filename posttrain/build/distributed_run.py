@@ -275,6 +275,7 @@ def lead_learner(run: Run, policy: Policy, lead: RankLead) -> OrderedLearner:
     sent_policy = with_absolute_path(run.model) if lead.reads_own_rows else policy
     # By it the rows that all ranks have read are compared with this policy.
     digest = fingerprint(policy.numbers(named_tensors(policy.module))) if lead.reads_own_rows else ""
+    # In the order of the fields of `RankStart`, after the policy.
     start_settings = (
         run.seed,
         torch.get_num_threads(),
