@@ -88,8 +88,8 @@ def _of_sampling(
     """Changes that shorten rollouts, or the wait for them."""
     name, rollout = stage.name, seconds.get("rollout", 0.0)
     if not stage.staleness:
-        # The recorded times in the form of a plan, whose rule then computes the step in which roles overlap. 0: verdicts
-        # are within the rollout.
+        # The recorded times in the form of a plan, whose rule then computes the step in which roles overlap. The 0:
+        # verdicts are within the rollout.
         times = Times(rollout, 0, seconds.get("score", 0), seconds.get("learn", 0), seconds.get("sync", 0))
         where = "placement=processes " if isinstance(run.placement, Local) else ""
         saved = times.total - times.step("asynchronous")
