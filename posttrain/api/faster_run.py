@@ -66,6 +66,7 @@ def by_saving(
 
 
 def _of_any(run: Run, stage: Stage, seconds: Mapping[str, float]) -> Iterator[RunChange]:
+    """Changes of any stage: what is measured, kept and written, and how numbers are computed."""
     for role, every in (("evaluate", "eval_every"), ("checkpoint", "checkpoint_every")):
         if n := getattr(stage, every):
             yield RunChange(f"{stage.name}.{every}={2 * n}", seconds.get(role, 0) / 2, "half as often", "this run")
@@ -84,9 +85,11 @@ def _of_any(run: Run, stage: Stage, seconds: Mapping[str, float]) -> Iterator[Ru
 def _of_sampling(
     run: Run, stage: Reinforce, work: Work, seconds: Mapping[str, float], gauges: Gauges, clock: Mapping[str, float]
 ) -> Iterator[RunChange]:
+    """Changes that shorten rollouts, or the wait for them."""
     name, rollout = stage.name, seconds.get("rollout", 0.0)
     if not stage.staleness:
-        # The recorded times in the form of a plan. So the plan's own rule computes the step in which roles overlap.
+        # The recorded times in the form of a plan, whose rule then computes the step in which roles overlap. The 0:
+        # verdicts are within the rollout.
         times = Times(rollout, 0, seconds.get("score", 0), seconds.get("learn", 0), seconds.get("sync", 0))
         where = "placement=processes " if isinstance(run.placement, Local) else ""
         saved = times.total - times.step("asynchronous")
@@ -108,9 +111,9 @@ def _of_sampling(
         # With `oversample` a group waits for the k-th of n answers, and no longer for the longest one. The k-th
         # shortest of n lengths is near their quantile k / (n + 1).
         more = stage.siblings + max(1, stage.siblings // 4)
-        first = work.lengths.quantile(stage.siblings / (more + 1)) / work.lengths.longest(work.sequences)
+        waited = work.lengths.quantile(stage.siblings / (more + 1)) / work.lengths.longest(work.sequences)
         price = "prefers short answers"
-        yield RunChange(f"{name}.oversample={more}", rollout * max(0.0, 1 - first) * _tail(gauges), price, "counted")
+        yield RunChange(f"{name}.oversample={more}", rollout * max(0.0, 1 - waited) * _tail(gauges), price, "counted")
     if stage.sync_every is None:
         every = 5 * stage.optimizer_steps
         saved = seconds.get("sync", 0) * (1 - OPTIMISATIONS["every 5"].factor)
@@ -124,6 +127,7 @@ def _tail(gauges: Gauges) -> float:
 
 
 def _of_learning(run: Run, stage: Reinforce, work: Work, seconds: Mapping[str, float]) -> Iterator[RunChange]:
+    """Changes that shorten the learner's work on the answers of a step."""
     reads = stage.algorithm.reads
     if "reference" in reads and not stage.algorithm.own_teacher:
         price = "no distance to the start is paid for: another algorithm"

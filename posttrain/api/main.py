@@ -89,8 +89,8 @@ def run(
     # A text is a setting, as on the command line; anything else is an object that is handed over.
     named = {n: v for n, v in (("env", env), ("algorithm", algorithm)) if isinstance(v, str)}
     words = [*overrides, *setting_words(named | settings)]
-    own = None if isinstance(algorithm, str) else algorithm
-    handed = UserObjects(None if isinstance(env, str) else env, rewards, own)
+    algorithm_object = None if isinstance(algorithm, str) else algorithm
+    handed = UserObjects(None if isinstance(env, str) else env, rewards, algorithm_object)
     ranks = RankOptions(nproc=nproc, seconds=rank_timeout, replicas=replicas, parallel=parallel)
     # Before anything of the request is looked at: only rank 0 reads settings and data, and makes environments.
     if under_torchrun() and torchrun_rank() > 0:
@@ -142,15 +142,15 @@ def evaluate(
     _check_asked(target, checkpoint, remote, ema)
     objects = UserObjects(None if isinstance(env, str) else env, rewards)
     overrides = (f"env={env}", *overrides) if isinstance(env, str) else overrides
-    run, weights, given = asked_run(target, checkpoint, overrides, objects, quiet, trust)
-    how = run.evaluation if samples is None else replace(run.evaluation, samples=samples)
+    run, weights, runtime_objects = asked_run(target, checkpoint, overrides, objects, quiet, trust)
+    evaluation = run.evaluation if samples is None else replace(run.evaluation, samples=samples)
     contract = contract_of(run, max_tokens, temperature)
     folder = None if weights is None else Path(target)
     # A tokenizer that was built has the characters of all environments of the run. Here only one is made, so where
     # stages have environments of their own the tokenizer comes from the folder.
     written = folder / TOKENIZER if folder is not None and any(s.env for s in run.stages) else None
     run = _evaluated(run, contract)
-    with closing(make_environment(run, given)) as environment:
+    with closing(make_environment(run, runtime_objects)) as environment:
         judges = declared(environment).judges or run.env.has_reward_models
         _check_measurable(environment, run.env, is_url(target), judges or folder is not None)
         from posttrain.build.build_reward_models import judges_of
@@ -162,7 +162,7 @@ def evaluate(
         use_threads(run.threads)
         console = PlainConsole(soft_wrap=True, quiet=quiet)
         if is_url(target):
-            report = wait(evaluate_remote(str(target), remote, run, environment, contract, how, console.print))
+            report = wait(evaluate_remote(str(target), remote, run, environment, contract, evaluation, console.print))
         else:
             # A run's weights come later, by a push whose checks show that the engine serves them.
             policy = make_policy(run, environment, written=written, own=folder)
@@ -171,7 +171,7 @@ def evaluate(
                 if folder is not None and not judges:
                     # Without rewards nothing is sampled: held-out rows are measured, and that prints its own table.
                     return wait(measure_rows(run, folder, policy, roles, environment, load, console.print))
-                report = wait(_measured(roles, environment, contract, policy.stop_ids, how, load))
+                report = wait(_measured(roles, environment, contract, policy.stop_ids, evaluation, load))
         show_report(console, str(target), environment.name, report)
         return report
 
@@ -209,22 +209,22 @@ async def _measured(
     environment: Environment,
     contract: Sampling,
     stop_ids: tuple[int, ...],
-    how: Evaluation,
+    evaluation: Evaluation,
     load: Callable[[], None],
 ) -> EvaluationReport:
     load()
     # A push of an adapter tries it first, under the version before.
     await roles.sync.push(roles.engine.version + 2)
     sampling = contract.resolve(stop_ids, roles.renderer.spell)
-    return await measure(roles.rollout, environment.heldout, sampling, how)
+    return await measure(roles.rollout, environment.heldout, sampling, evaluation)
 
 
 def _evaluated(run: Run, contract: Sampling) -> Run:
-    """The run with only its RL stages, made independent of the stages that were removed."""
+    """The run with only its RL stages, made independent of the stages that were removed. Without RL all stages stay."""
     # Nothing of another stage is named: its weights, its time (`time_of`), and whether one follows (`hands_on`).
     alone = {"start": None, "time_of": None, "hands_on": True, "sampling": contract}
-    asked = tuple(replace(s, **alone) for s in run.stages if isinstance(s, Reinforce))
-    return replace(run, stages=asked or run.stages)
+    rl_stages = tuple(replace(s, **alone) for s in run.stages if isinstance(s, Reinforce))
+    return replace(run, stages=rl_stages or run.stages)
 
 
 def export(
@@ -286,6 +286,6 @@ def certified_export(
     if not is_hub(folder):
         return target, export_to(source, target, target.resolve().name, choice)
     # Nothing reaches the hub before it was read back and compared: `export_to` raises where that fails.
-    with TemporaryDirectory(prefix="posttrain-export-") as made:
-        certificate = export_to(source, where := Path(made) / "model", repository_of(folder), choice)
+    with TemporaryDirectory(prefix="posttrain-export-") as temporary:
+        certificate = export_to(source, where := Path(temporary) / "model", repository_of(folder), choice)
         return push(where, folder, private=not public), certificate

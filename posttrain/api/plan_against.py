@@ -140,6 +140,7 @@ def factors_of(folder: str, stage: str | None) -> dict[str, float]:
     Raises:
         ConfigError: this machine was not probed.
     """
+    # One more than `FIRST`: of time the very first step is left out (`time_terms`).
     factors = plan_against(folder, (), PlanOptions(stage=stage), FIRST + 1).factors
     if not factors:
         raise ConfigError(
@@ -219,7 +220,7 @@ class PlanWatch:
         """Does nothing: no file is open here."""
 
     def _memory(self, p: Prediction, step: Step) -> str:
-        # Evaluation and checkpoints are no part of the plan of a step.
+        # Evaluation and checkpoints are no part of the plan of a step. `peak`: (bytes, role).
         peak = max(((x, r) for r, x in step.memory.items() if r not in ("evaluate", "checkpoint")), default=None)
         if peak is None:
             return ""

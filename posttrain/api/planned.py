@@ -48,7 +48,9 @@ class PlanOptions:
     stage: str | None = None
     prompt: int | None = None
     answer: int | None = None
+    """Tokens of an answer: of a sampled one in the mean."""
     spread: float | None = None
+    """Standard deviation of sampled answers, as a share of their mean."""
     nproc: int | None = None
     replicas: int = 1
     parallel: Parallel = "rows"
@@ -111,8 +113,9 @@ def _drafts(run: Run, options: PlanOptions) -> int:
 def throughput_of(run: Run, work: Work, where: Hardware, assumed: Assumed) -> Throughput:
     """The times of a stage of a run on a machine."""
     workers = run.engine.workers if isinstance(run.engine, VLLM) else 1
-    own_engines = None if work.engines else min(workers, where.count)
-    return throughput(work, where, assumed, own_engines, workers)
+    # None: those of the engines that `work` names. Where it names none, the run's one engine has its workers' devices.
+    sampling_devices = None if work.engines else min(workers, where.count)
+    return throughput(work, where, assumed, sampling_devices, workers)
 
 
 def assumed_of(run: Run, stage: Stage, work: Work, options: PlanOptions) -> Assumed:
@@ -183,7 +186,7 @@ def model_shape(model: Model) -> tuple[ModelShape, int]:
             "vocab_size": ALPHABET,
             "num_local_experts": model.experts,
             "num_experts_per_tok": model.experts_per_token,
-            "tie_word_embeddings": model.arch not in ("llama", "mixtral"),
+            "tie_word_embeddings": model.arch not in ("llama", "mixtral"),  # as `tiny_models.OWN_HEAD` says
         }
         return shape_of(config), model.context or BUILT_CONTEXT
     folder = Path(model.path).expanduser()
@@ -210,7 +213,7 @@ def _chosen(
         hidden=shape.hidden,
         layers=shape.layers,
         ffn=shape.feed,
-        cache_width=shape.cache_bytes(1) // shape.layers,
+        cache_width=shape.cache_bytes(1) // shape.layers,  # at one byte each, bytes are numbers
     )
     device = "cuda" if where.device.accelerator else "cpu"
     place = Machine(device=device, why=where.name, memory=where.device.memory / GIB, cores=cores())
@@ -226,6 +229,7 @@ def lengths_of(stage: Stage, context: int, options: PlanOptions) -> tuple[Length
     most = sampling.max_tokens if sampling is not None else options.answer or min(ANSWER, context or ANSWER)
     prompt = PROMPT if options.prompt is None else options.prompt
     # Assumed lengths are shortened for a short context. Lengths that the user gives raise below if they do not fit.
+    # Sampled answers keep their limit, which is a setting, so the prompt alone gives way. With demonstrations both do.
     if options.prompt is None and context:
         prompt = max(1, min(PROMPT, context - most)) if sampling is not None else max(1, min(PROMPT, context // 4))
         most = most if sampling is not None else max(1, min(most, context - prompt))

@@ -259,9 +259,9 @@ def heldout_notes(run: Run, by_stage: Mapping[str, Environment]) -> tuple[str, .
     """A note where the data lets fewer prompts be held out than were asked for."""
     out: list[str] = []
     for stage, env in by_stage.items():
-        asked, held, rows = run.env_of(run.stage(stage)).heldout, len(env.heldout), env.train.count
-        if rows is not None and held < asked:
-            out.append(f"env.heldout={asked}: {held} of {held + rows} rows are held out, as at most one prompt in 5 is")
+        asked, held, rest = run.env_of(run.stage(stage)).heldout, len(env.heldout), env.train.count
+        if rest is not None and held < asked:
+            out.append(f"env.heldout={asked}: {held} of {held + rest} rows are held out, as at most one prompt in 5 is")
     return tuple(dict.fromkeys(out))
 
 

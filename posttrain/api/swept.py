@@ -58,12 +58,13 @@ def swept(recipe: str, words: Sequence[str], options: PlanOptions, sweep: str) -
         name = f"{first.stage.name}.{name}"
     out = list[SweptValue]()
     for value in values:
-        more, changed = _with(name, value, options)
-        plan = planned(recipe, [*words, *more], changed)
+        more_words, changed_options = _with(name, value, options)
+        plan = planned(recipe, [*words, *more_words], changed_options)
         if plan.timed is None:
             raise ConfigError(
                 "--sweep needs the speed of a machine: posttrain plan --probe measures this one; or give machine=H100"
             )
+        # `stale` takes new weights between two passes too.
         update: Update = "inflight" if plan.run.engine.update != "drain" else "drain"
         # A deterministic run takes new weights when all that it asked has ended, whatever `engine.update` says.
         loop = loop_of(plan.timed, "rest" if plan.run.deterministic else update)
@@ -79,14 +80,14 @@ def loop_of(t: Throughput, update: Update = "inflight") -> SimulatedLoop:
     # A pass over n sequences takes as long as one over n * `parts`: the other parts are not simulated, but are there.
     parts = max(1, min(w.prompts, w.sequences // MOST_ANSWERS))
     judges = max(1, a.judges // parts)
-    together = w.slots * max(1, w.engines)
+    all_slots = w.slots * max(1, w.engines)
     # Tokens in the cache of a sequence in the mean over its passes: the prompt, and half of the answer.
     length = w.lengths.prompt + w.lengths.answer / 2
     return SimulatedLoop(
         prompts=w.prompts // parts,
         siblings=w.siblings,
         staleness=w.staleness,
-        slots=max(1, together // parts),
+        slots=max(1, all_slots // parts),
         lengths=[w.lengths.quantile((i + 0.5) / POINTS) / a.tokens_a_pass for i in range(POINTS)],
         passes=cache(lambda n: t.decoding(n * parts, length)),
         # So the prompts of the part take as long as all prompts of the step.

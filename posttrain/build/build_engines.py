@@ -234,6 +234,7 @@ def check_vllm(run: Run, settings: VLLM, policy: Policy) -> None:
 
 
 def _vllm(run: Run, settings: VLLM, policy: Policy) -> ServedSampler:
+    """vLLM in a thread of this process, or a server of it (`settings.apart`)."""
     check_vllm(run, settings, policy)
     if settings.apart:
         return _server(run, settings, policy)

@@ -46,6 +46,7 @@ def check_environment(env: Environment, stages: Sequence[Stage], config: Env) ->
                 # reward model from another one (`model:PATH`); that is refused when it is loaded.
                 if reward.judge_run or reward.steps != "score":
                     raise ConfigError(stage.judged_alone(reward.function))
+        # Told by the first row: a column that looks like a judgement, and was not read as one.
         if stage.judged is not None and isinstance(env, PromptsEnv) and (why := misread(env.rows[0], env)):
             raise DataError(why)
         if stage.judged is not None and stage.judged not in judgements(env).kinds:

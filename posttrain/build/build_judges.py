@@ -87,7 +87,7 @@ def by_its_form(judge: GenerativeJudge, reward: Reward, ends: TokenEnds) -> Gene
         ConfigError: steps are asked of a judge of whole answers, or single steps are measured.
     """
     if not judge.judging.separator:
-        if (reward.steps, reward.progress) != ("score", False):
+        if (reward.steps, reward.progress) != ("score", False):  # the defaults
             raise ConfigError(
                 f"judge {judge.name} judges whole answers, and steps and progress are for one that judges steps"
                 " (posttrain run judge env=verify): leave them out"

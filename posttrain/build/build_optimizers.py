@@ -26,6 +26,7 @@ def make_optimizer(model: Model, learner: HFLearner, config: Optimizer) -> Stage
     """The optimizer of a stage."""
     # The device of the optimizer's state; None: that of the parameters.
     home = torch.device("cpu") if model.offload_optimizer else None
+    # In float16 losses are scaled.
     return StageOptimizer(learner.parameters(), config, model.kernels, model.dtype == "float16", home)
 
 

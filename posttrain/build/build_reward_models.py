@@ -117,7 +117,7 @@ class RewardModels:
         default = RESOLUTIONS[self._run.model.dtype]
         if any(_separator(m) for m in members):
             return self._step_judge(name, reward, members)
-        if (reward.steps, reward.progress) != ("score", False):
+        if (reward.steps, reward.progress) != ("score", False):  # the defaults
             raise ConfigError(
                 f"reward model {name} scores whole answers, and steps and progress are for one that scores steps"
                 " (judgement=steps): leave them out"
@@ -170,6 +170,7 @@ class RewardModels:
         return self._members[path]
 
     def _load(self, path: str) -> JudgeMember:
+        """The reward model that a stage of this run trained (`stage:NAME`), or the one at a path."""
         if path.startswith(STAGE):
             name = path.removeprefix(STAGE)
             assert self._folder is not None
@@ -270,6 +271,7 @@ def reward_member(run: Run, path: str, policy: Policy) -> JudgeMember:
     if is_run(folder):
         model = reward_policy(folder)
     else:
+        # It only scores: compiled layers and checkpointing are for the learner of the policy.
         model = read_reward_model(path, replace(run.model, compile=False, gradient_checkpointing="none"))
     _frozen(model)
     name = folder.resolve().name if folder.is_dir() else path
@@ -287,5 +289,6 @@ def reward_member(run: Run, path: str, policy: Policy) -> JudgeMember:
 def _as_member(name: str, policy: Policy, renderer: Renderer | None) -> JudgeMember:
     head = policy.reward_head
     assert head is not None
-    last = head.shape.pool == "last" and head.gate is None
-    return JudgeMember(name, FrozenRewards(policy), policy.context, renderer, last, head.blank)
+    # A gate reads the last token of the prompt too.
+    reads_last = head.shape.pool == "last" and head.gate is None
+    return JudgeMember(name, FrozenRewards(policy), policy.context, renderer, reads_last, head.blank)

@@ -61,6 +61,7 @@ WORDS = ("bad_words", "allowed_words")
 def facts(policy: Policy, threads: int, sandboxes: Sequence[str] = (), held: int | None = None) -> dict[str, Any]:
     """Returns what `run.json` records beside the run tree: versions, the machine, digests, sandboxes. `held`: resident
     bytes of this process before the model was loaded; the run's memory is counted above them."""
+    # On a CPU peaks are of the whole process; an accelerator's allocator counts the run alone (`PeakMemory`).
     resident = {} if held is None or policy.device.type != "cpu" else {"held": held}
     return {
         "versions": {
@@ -126,7 +127,7 @@ def make_policy(
         env: the environment of all stages but those named in `others` (`own_environments`).
         written: tokenizer files in a run folder. None: a tokenizer that is built has the characters of all
             environments.
-        own: the run's folder, where there is one: a branched run has its model there. Its weights are not loaded yet.
+        own: the run's folder, where there is one. A branched run has its model there, whose weights are loaded later.
         blank: the policy, if its model shall not be loaded in this process.
     """
     others = others or {}
@@ -144,10 +145,10 @@ def make_policy(
         policy = load_policy(run.model, alphabet, run.seed, tokenizer_files=written)
     check_lengths(run, policy.context)
     check_tokens(run, policy)
-    for one in distinct(env, others):
-        here = [s for s in run.stages if others.get(s.name, env) is one]
-        check_prompts(run, one, policy, here)
-        check_judgements(run, one, policy, here)
+    for each_env in distinct(env, others):
+        its_stages = [s for s in run.stages if others.get(s.name, env) is each_env]
+        check_prompts(run, each_env, policy, its_stages)
+        check_judgements(run, each_env, policy, its_stages)
     # The digest in the folder is of the model with which the run began, and says nothing with other settings.
     if own is not None and run.model == run_file(own).run.model:
         same_base(own, policy)
@@ -325,7 +326,7 @@ def make_parts(
 
     def close() -> None:
         roles.serving.keep_timeline(book.folder)
-        # The engine ends with it, after the processes that may ask it. An opponent's engine has nothing to end.
+        # This ends the engine too (`roles.close`), after the processes that ask it. An opponent's has nothing to end.
         elsewhere.close()
         models.close()
 

@@ -233,6 +233,7 @@ def follow(options: RankOptions) -> int:
 
 def dismiss(options: RankOptions) -> None:
     """Rank 0 of torchrun ends with an error: let go of ranks that still wait for it to begin."""
+    # Whatever the store says, the error with which rank 0 ends is the one to show.
     with suppress(Exception):
         torchrun_store(options).set(HERE.format(0), END)
 
@@ -274,6 +275,7 @@ def lead_learner(run: Run, policy: Policy, lead: RankLead) -> OrderedLearner:
     sent_policy = with_absolute_path(run.model) if lead.reads_own_rows else policy
     # By it the rows that all ranks have read are compared with this policy.
     digest = fingerprint(policy.numbers(named_tensors(policy.module))) if lead.reads_own_rows else ""
+    # In the order of the fields of `RankStart`, after the policy.
     start_settings = (
         run.seed,
         torch.get_num_threads(),
@@ -286,7 +288,7 @@ def lead_learner(run: Run, policy: Policy, lead: RankLead) -> OrderedLearner:
     start = RankStart(sent_policy, *start_settings)
     try:
         sent = pickle.dumps(start, pickle.HIGHEST_PROTOCOL) if lead.ranks.world > 1 else b""
-    except Exception as error:
+    except Exception as error:  # pickling runs code of the model's classes
         raise EngineError(
             f"the model cannot be sent to another process ({type(error).__name__}: {error}): leave out --nproc"
         ) from error
@@ -298,14 +300,14 @@ def lead_learner(run: Run, policy: Policy, lead: RankLead) -> OrderedLearner:
 
 def over_ranks(parts: RunParts, run: Run, lead: RankLead) -> RunParts:
     """The parts of a run over ranks: references, optimizers, trainers and checks are those that work on all ranks."""
-    half = run.model.dtype == "float16"
+    scaled = run.model.dtype == "float16"
     checks_of_rows = (
         *ROW_CHECKS,
-        *([ScaleCheck] if half else []),
+        *([ScaleCheck] if scaled else []),
         *([ExpertsCheck] if lead.parallel == "experts" else []),
     )
     # None: the optimizer's state lies where the parameters do.
-    optimizer_arguments: tuple[Any, ...] = (run.model.kernels, half, None)
+    optimizer_arguments: tuple[Any, ...] = (run.model.kernels, scaled, None)
     return replace(
         parts,
         freeze=lambda: LeadReference(lead),

@@ -126,7 +126,7 @@ def keep_policy(book: RunFolder, policy: Policy) -> None:
     from posttrain.engine.files.policy_files import write_config
 
     path = book.run.model.path
-    # Such weights are in no model directory, and the folder of the other run may be deleted.
+    # Weights beneath an adapter that a run built or trained are in no model directory, and its folder may be deleted.
     base = policy.lora is not None and (path is None or run_source(path) is not None)
     book.beside(TOKENIZER, policy.tokenizer.save_pretrained)
     book.beside(MODEL, lambda folder: write_config(policy, folder, base))

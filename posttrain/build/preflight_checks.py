@@ -52,6 +52,7 @@ async def prove_start(parts: RunParts, tokenizer: Any) -> list[str]:
     settings = {id(s.environment): s for s in map(parts.setting, parts.run.stages)}
     notes = [note for s in settings.values() for note in await _prove(parts, s, tokenizer)]
     pairs = [(parts.setting(s).environment, parts.other_environments(s)) for s in parts.run.stages]
+    # Each environment is compared once with the same others.
     for env, others in {(id(env), *map(id, others)): (env, others) for env, others in pairs}.values():
         notes += split_is_clean(env, others)
     return list(dict.fromkeys(notes))
@@ -69,6 +70,7 @@ async def _prove(parts: RunParts, setting: StageSetting, tokenizer: Any) -> list
     await near_misses_are_not(env, [*held, *train])
     notes = [
         *await rewards_tell(env, [*train, *held]),
+        # Several judgements may be about one prompt, which is then no repeat.
         *data_notes(env.train, env.heldout, repeats=env.abilities.judgements is not None),
         *lint_notes(parts, env),
         *other_form(parts, env, [*train, *held]),
@@ -186,6 +188,7 @@ async def near_misses_are_not(env: Environment, tasks: Sequence[Task]) -> None:
 async def rewards_tell(env: Environment, tasks: Sequence[Task]) -> list[str]:
     """Notes on the user's rewards, from a few answers that are judged within `MOMENT`. `posttrain check` tries more."""
     gold = env.abilities.gold
+    # Answers that the environment vouches for are tried by `gold_is_paid`. Without a judge there is no reward to try.
     if gold is None or env.abilities.vouched or not env.abilities.judges:
         return []
     # `ANSWERS` tasks with different answers, so that one task's right answer is wrong for the next task.
@@ -268,6 +271,7 @@ async def conversations_append(parts: RunParts, setting: StageSetting, task: Tas
     """Play one scripted episode with the policy's own chat template, to see that each turn appends to one sequence;
     DataError where the template rewrites or refuses messages. Returns whether the environment may send observations."""
     render: Any = parts.renderer
+    # Each turn is a sequence of its own, so nothing must append. There may be observations.
     if render.history == "rewrite":
         return True
     env = setting.environment

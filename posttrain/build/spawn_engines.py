@@ -124,7 +124,7 @@ def engine_pool(run: Run, placement: Processes, policy: Policy, say: Callable[[s
         parts = EngineParts(_for_engine(run), replace(policy.twin(), reward_head=None), threads, fault)
     try:
         start = pickle.dumps(EngineStart(parts, ParcelReceiver), pickle.HIGHEST_PROTOCOL)
-    except Exception as error:
+    except Exception as error:  # pickling runs code of the model's classes
         raise EngineError(
             f"the model cannot be sent to another process ({type(error).__name__}: {error}): set placement=local"
         ) from error
@@ -184,17 +184,17 @@ def _hosts(placement: Processes, start: bytes, threads: int) -> tuple[NewHost, C
 
         return actor, close
 
-    # Each engine keeps cores of its own, the highest numbers first, also when it is started again. This process keeps
-    # the others.
-    each = placement.cores
-    available = sorted(os.sched_getaffinity(0), reverse=True) if each else []
+    # Each engine has cores of its own, counted from the highest number; also when it is started again. This process
+    # keeps the others.
+    cores_each = placement.cores
+    available = sorted(os.sched_getaffinity(0), reverse=True) if cores_each else []
 
     def process(number: int) -> tuple[EngineHost, Future[EngineFacts]]:
-        cores = frozenset(available[number * each : (number + 1) * each]) if each else None
+        cores = frozenset(available[number * cores_each : (number + 1) * cores_each]) if cores_each else None
         host = ProcessHost(f"engine {number}", start, threads=threads, cores=cores)
         return host, host.started
 
-    return process, keep_to(frozenset(available[placement.engines * each :]))
+    return process, keep_to(frozenset(available[placement.engines * cores_each :]))
 
 
 def keep_to(cores: frozenset[int]) -> Callable[[], None]:
@@ -337,7 +337,7 @@ def _sent(config: Env, env: Environment) -> Env | Environment:
         if source_file(type(env)) is None:
             raise TypeError(f"class {type(env).__name__} was defined in the program itself")
         pickle.dumps(env)
-    except Exception as error:
+    except Exception as error:  # pickling runs code of its classes
         raise ConfigError(
             f"env={config.name} cannot be sent to another process ({type(error).__name__}: {error}). Name its class as"
             " path.py:Class, or set placement.environments=0"

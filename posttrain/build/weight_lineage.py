@@ -109,6 +109,7 @@ def began_with(run: Run, policy: Policy, environments: Mapping[str, Environment]
     weights = fingerprint(policy.numbers(named_tensors(policy.module)))
     facts: dict[str, Any] = {
         "weights": weights,
+        # Frozen weights as their files hold them, before they are rounded to few bits.
         "base": policy.rounded_from or (base_digest(policy) if policy.lora is not None else ""),
         "dtype": run.model.dtype,
         "data": {name: tasks_digest(e) for name, e in environments.items()},
@@ -219,7 +220,7 @@ def lineage_of(folder: Path, checkpoint: Checkpoint | None = None) -> tuple[Line
     if not links:  # an older version began it
         links = (LineageLink(kind="base", name=_model_name(file.run.model.path or "built")),)
     _same_as_written(folder, links)
-    _parent_is_there(folder, file)
+    _check_parent(folder, file)
     run_link = LineageLink(
         kind="run",
         name=str(file.identity or ""),
@@ -260,7 +261,7 @@ def _about(folder: Path, file: RunFile, facts: Mapping[str, Any], checkpoint: Ch
 def _stage(run: Run, stage: Stage, taken: int, facts: Mapping[str, Any]) -> dict[str, Any]:
     """What the link of a run says about one of its stages."""
     env = run.env_of(stage)
-    settings = hashlib.blake2b(_text(to_plain(env)), digest_size=16).hexdigest()
+    settings_digest = hashlib.blake2b(_text(to_plain(env)), digest_size=16).hexdigest()
     return {
         "name": stage.name,
         "kind": type(stage).__name__,
@@ -268,7 +269,7 @@ def _stage(run: Run, stage: Stage, taken: int, facts: Mapping[str, Any]) -> dict
         "steps": taken,
         "algorithm": stage.algorithm_name,
         "environment": local_names(env.name),
-        "environment_digest": settings,
+        "environment_digest": settings_digest,
         "data_digest": str(object_of(facts.get("data")).get(stage.name) or ""),
         "code": object_of(object_of(facts.get("code")).get(stage.name)),
     }
@@ -280,6 +281,7 @@ def _same_as_written(folder: Path, links: Iterable[LineageLink]) -> None:
     if data is None:
         return
     written = links_from(data.get("links"), str(folder / LINEAGE), RunFolderError)
+    # Its last link is this run's own.
     if written[:-1] != tuple(links):
         raise RunFolderError(
             f"{folder / LINEAGE} names other models before this run than run.json does. Remove it: it is written anew"
@@ -287,7 +289,7 @@ def _same_as_written(folder: Path, links: Iterable[LineageLink]) -> None:
         )
 
 
-def _parent_is_there(folder: Path, file: RunFile) -> None:
+def _check_parent(folder: Path, file: RunFile) -> None:
     """Raises RunFolderError if the run with which this one began is still there, and its checkpoint has changed.
 
     Only for a run that this user made on this machine, because the other folder is outside this one.
@@ -325,13 +327,13 @@ def write_lineage(folder: Path, begun_from: str | None = None) -> None:
     Args:
         begun_from: set where a session begins now: the name of the checkpoint from which it goes on, '' without one.
     """
-    kept = sessions(folder)
+    session_rows = sessions(folder)
     if begun_from is not None:
         # Only the newest are kept, so that the file of a run that is resumed very often does not grow for ever.
-        kept = [*kept, {"from": begun_from, "posttrain": VERSION}][-MOST_SESSIONS:]
+        session_rows = [*session_rows, {"from": begun_from, "posttrain": VERSION}][-MOST_SESSIONS:]
     readable = scan(folder)
     links = lineage_of(folder, readable[-1] if readable else None)
-    files.write_json(folder / LINEAGE, {"schema": SCHEMA, "links": chain(links), "sessions": kept})
+    files.write_json(folder / LINEAGE, {"schema": SCHEMA, "links": chain(links), "sessions": session_rows})
 
 
 def write_exported(folder: Path, links: Iterable[LineageLink]) -> None:

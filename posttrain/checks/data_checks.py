@@ -25,14 +25,15 @@ place, counted from 0. Then at most 3 tokens stand before that token: those that
 
 def filter_reads_outcomes(kept: Sequence[Group], refused: Sequence[Group]) -> None:
     """filter=mixed keeps exactly the groups whose raw outcomes differ by more than rounding, before any shaping."""
-    for groups, wanted in ((kept, True), (refused, False)):
+    for groups, passed in ((kept, True), (refused, False)):
         for g in groups:
             # Demonstrations are no draws of the policy: the filter compares only what was sampled.
             sampled = [e for e in g.episodes if not e.shown]
-            if same_outcome(sampled) is wanted:
+            # Wrong are equal outcomes in a kept group, and different ones in a refused group.
+            if same_outcome(sampled) is passed:
                 raw = {outcome(e.verdicts) for e in sampled}
                 raise InvariantError(
-                    f"filter=mixed {'kept' if wanted else 'refused'} the group of task {g.task.id!r}, whose raw"
+                    f"filter=mixed {'kept' if passed else 'refused'} the group of task {g.task.id!r}, whose raw"
                     f" outcomes are {sorted(r for r in raw if r is not None)}. It must look at outcomes before shaping:"
                     " groups that differ in length alone teach length"
                 )

@@ -51,8 +51,8 @@ class LiveRules(Observer):
         self._history.add(step)
         # Trimmed before the rules read it, so that their cost does not grow with the length of the run.
         self._history.trim()
-        found = findings(self._history.steps, roles.stage)
-        return ObserverReport(notes=tuple(f"{RULE}{f.rule}: {f.message}" for f in found))
+        rule_findings = findings(self._history.steps, roles.stage)
+        return ObserverReport(notes=tuple(f"{RULE}{f.rule}: {f.message}" for f in rule_findings))
 
 
 class PhasePeaks(Observer):

@@ -55,6 +55,7 @@ def without_algorithm(overrides: Sequence[str], handed: UserObjects) -> tuple[li
         stage, _, setting = name.rpartition(".")
         if setting != "algorithm" or ":" not in word:
             others.append(text)
+        # Another file for the same stage, or a file and an object where no stage is named.
         elif files.get(stage, (word,))[0] != word or (handed.algorithm is not None and not stage):
             raise ConfigError(f"{text}: an algorithm is given twice; keep one")
         else:

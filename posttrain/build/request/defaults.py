@@ -225,8 +225,8 @@ class Choices:
 
     def _tokens_of(self, stage: Reinforce | Rejection | StepLabeling) -> int:
         """Most tokens of an answer of a stage, given or chosen."""
-        given = self._is_given(f"{stage.name}.sampling.max_tokens")
-        return stage.sampling.max_tokens if given else int(self._answer()[0])
+        is_given = self._is_given(f"{stage.name}.sampling.max_tokens")
+        return stage.sampling.max_tokens if is_given else int(self._answer()[0])
 
     @cached_property
     def needed(self) -> float:
@@ -363,9 +363,9 @@ def _with_choices(
 ) -> ModelDefaults:
     """The run with these choices, and its lines: `lines`, one for each choice, and `more`."""
     words = [f"{path}={str(x).lower() if isinstance(x, bool) else x}" for path, (x, _) in choices.items()]
-    told = [f"  {path} = {word(value)}: {why}" for path, (value, why) in choices.items()]
+    choice_lines = [f"  {path} = {word(value)}: {why}" for path, (value, why) in choices.items()]
     reasons = chosen | {path: why for path, (_, why) in choices.items()}
-    return ModelDefaults(dotted.apply(run, words), (*lines, *told, *more), reasons)
+    return ModelDefaults(dotted.apply(run, words), (*lines, *choice_lines, *more), reasons)
 
 
 def _as_the_recipe(
@@ -394,9 +394,10 @@ def room_for_minibatches(run: Run, overrides: Sequence[str]) -> list[str]:
     by_path = {".".join(dotted.address(run, k.strip(), w.strip())): w.strip() for k, _, w in words}
     out: list[str] = []
     for s in run.stages:
-        cut = by_path.get(f"{s.name}.minibatches", "")
-        if isinstance(s, Reinforce) and f"{s.name}.prompts" not in given and cut.isdecimal() and int(cut):
-            out.append(f"{s.name}.prompts={-(-s.prompts // int(cut)) * int(cut)}")
+        # A word that is no number above 0 is refused where all overrides are applied.
+        parts = by_path.get(f"{s.name}.minibatches", "")
+        if isinstance(s, Reinforce) and f"{s.name}.prompts" not in given and parts.isdecimal() and int(parts):
+            out.append(f"{s.name}.prompts={-(-s.prompts // int(parts)) * int(parts)}")
     return out
 
 

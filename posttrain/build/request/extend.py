@@ -117,6 +117,7 @@ def changes(old: Run, new: Run) -> tuple[Change, ...]:
     """The settings in which two runs differ."""
     before, after = values(old), values(new)  # path -> (Class.field, value)
     paths = [p for p in {**before, **after} if before.get(p) != after.get(p)]
+    # A side that lacks the setting has None in the place of its value.
     return tuple(
         Change(p, (after.get(p) or before[p])[0], *(x[p][1] if p in x else None for x in (before, after)))
         for p in paths
@@ -203,9 +204,9 @@ def extension(book: RunFolder, checkpoint: Checkpoint | None, new: Run) -> Resum
     if checkpoint is None:
         return ResumedRun(new, edits, None, None, 0)
     state: dict[str, Any] = dict(checkpoint.state)
-    done, longer = int(state.get("stage", 0)), {c.path.partition(".")[0] for c in edits if c.field in LENGTH}
+    done, new_lengths = int(state.get("stage", 0)), {c.path.partition(".")[0] for c in edits if c.field in LENGTH}
     # Of stages that are over only the last can be opened again: later stages began with the weights of the others.
-    over, last = [s for s in new.stages[:done] if s.name in longer], new.stages[-1]
+    over, last = [s for s in new.stages[:done] if s.name in new_lengths], new.stages[-1]
     if over and (over != [last] or done < len(new.stages)):
         name = over[0].name
         raise ConfigError(
@@ -218,7 +219,7 @@ def extension(book: RunFolder, checkpoint: Checkpoint | None, new: Run) -> Resum
         if done < len(new.stages):
             _enough_steps(book.folder, new.stages[done], step, allow_equal=True)
         # The running stage met a stop condition in its last step before the checkpoint, and is now made longer.
-        if running.get("ended") and new.stages[done].name in longer:
+        if running.get("ended") and new.stages[done].name in new_lengths:
             state["running"] = {**running, **GOES_ON}
         return ResumedRun(new, edits, state, None, step)
     return _reopened(book, checkpoint, new, edits)
@@ -283,6 +284,7 @@ def _ended_still(stage: Stage, running: Mapping[str, Any], edits: Sequence[Chang
 def history_entry(e: ResumedRun, edited: Sequence[str]) -> dict[str, Any]:
     """Returns the entry that run.json keeps of an extension: who changed what, and at which step."""
     state: Any = e.state or {}
+    # In a finished run the number of finished stages is past the last stage.
     stage = e.run.stages[min(int(state.get("stage", 0)), len(e.run.stages) - 1)].name
     return {
         "stage": stage,

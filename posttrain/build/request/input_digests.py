@@ -90,8 +90,8 @@ def _files(name: str, kind: Kind) -> Iterator[tuple[str, str]]:
 def _counts(path: Path) -> bool:
     """Returns whether a file of a folder is an input: `model.safetensors` and `rows.parquet` are; a certificate, a
     lineage, hidden files, and the `cache-*.arrow` that the package datasets writes there are not."""
-    kept = path.suffix in DATA and path.name not in (*FREE, LINEAGE) and not path.name.startswith((".", "cache-"))
-    return kept and path.is_file()
+    is_input = path.suffix in DATA and path.name not in (*FREE, LINEAGE) and not path.name.startswith((".", "cache-"))
+    return is_input and path.is_file()
 
 
 def _digested(paths: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
@@ -128,8 +128,8 @@ class ChangedInput:
 
 def refuse_gone(folder: Path) -> None:
     """RunFolderError where a file that the run began with is not there any more. Nothing is read."""
-    for path, kept in _began(run_file(folder).facts).items():
-        for name, digest in kept.items():
+    for path, digests in _began(run_file(folder).facts).items():
+        for name, digest in digests.items():
             # A revision and a set of tasks are no files.
             local = not digest.startswith(REVISION) and not path.startswith("tasks of ")
             if local and not Path(name).expanduser().exists():
@@ -143,8 +143,8 @@ def changed_files(folder: Path, run: Run) -> list[ChangedInput]:
     # A setting that is changed now names another file on purpose.
     then = {p: d for p, d in _began(file.facts).items() if p in stored and stored[p] == now.get(p)}
     # A setting whose files are all gone has no entry, and must still be compared: with nothing.
-    none: Digests = {p: {} for p in then}
-    return _differ(then, none | input_digests(file.run)) if then else []
+    no_files: Digests = {p: {} for p in then}
+    return _differ(then, no_files | input_digests(file.run)) if then else []
 
 
 def changed_tasks(folder: Path, run: Run, environments: Mapping[str, Environment]) -> list[ChangedInput]:

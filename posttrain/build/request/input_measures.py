@@ -146,7 +146,7 @@ def data_size(env: Env, objects: RuntimeObjects = RuntimeObjects()) -> DataSize 
     from posttrain.environment.rows.row_reader import PromptRow, texts_of
 
     columns = PromptsEnv(**checked(env.name, PromptsEnv, env.args))
-    rows = completions = judged = prompt = completion = together = 0
+    rows = completions = judged = longest_prompt = longest_completion = longest = 0
     rows_with_place = (pair for path, _ in env.data for pair in checked_rows(path, columns, objects))
     for _, row in rows_with_place:
         if not isinstance(row, PromptRow):  # it is left out
@@ -159,15 +159,15 @@ def data_size(env: Env, objects: RuntimeObjects = RuntimeObjects()) -> DataSize 
             answer_bytes = max(answer_bytes, sum(len(t.encode()) for t in texts_of(talk.messages)) - prompt_bytes)
         rows, completions = rows + 1, completions + (row.completion is not None or talk is not None)
         judged += row.judged is not None
-        prompt, completion = max(prompt, prompt_bytes), max(completion, answer_bytes)
-        together = max(together, prompt_bytes + answer_bytes)
+        longest_prompt, longest_completion = max(longest_prompt, prompt_bytes), max(longest_completion, answer_bytes)
+        longest = max(longest, prompt_bytes + answer_bytes)
     return DataSize(
         rows=rows,
         completions=completions,
         judged=judged,
-        longest_prompt=prompt,
-        longest_completion=completion,
-        longest=together,
+        longest_prompt=longest_prompt,
+        longest_completion=longest_completion,
+        longest=longest,
     )
 
 

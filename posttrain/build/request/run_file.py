@@ -181,6 +181,7 @@ def _run(data: Any) -> Run:
             "stages: write each stage under its name; posttrain run RECIPE --dry-run writes a whole run to begin with"
         )
     listed: list[Any] = []
+    # The kinds of stages by their names, as the type of `Run.stages` lists them. `build` refuses other names.
     kinds = cast(
         "dict[str, type[Stage]]", dataclass_json.pieces(dataclass_json.tuple_item(dataclass_json.hints(Run)["stages"]))
     )

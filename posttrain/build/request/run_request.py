@@ -199,6 +199,7 @@ def settled(request: RunRequest) -> RunRequest:
 def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> RunRequest:
     """A run that was interrupted or is finished, with its recorded settings and those that change now."""
     assert options.resume is not None
+    # No recipe is given here, so the first word may be an override already.
     if isinstance(recipe, str) and "=" in recipe:
         recipe, overrides = "", (recipe, *overrides)
     if recipe or options.out:
@@ -225,6 +226,7 @@ def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions
     except BaseException:
         book.close()
         raise
+    # All overrides repeat what the run has already.
     if longer is not None and not (longer.changes or inputs):
         longer = None
     notes = (*edit_notes(book.folder), *missing_notes(book.folder), *given_notes(folder, objects))
@@ -286,8 +288,8 @@ def _check_architecture(run: Run, own: Path | None) -> None:
         return
     source = run_source(run.model.path)
     # A run folder keeps the configuration of its model; a directory has its own.
-    kept = own or (None if source is None else source[0])
-    file = (kept / MODEL if kept is not None else Path(locate(run.model.path))) / "config.json"
+    run_folder = own or (None if source is None else source[0])
+    file = (run_folder / MODEL if run_folder is not None else Path(locate(run.model.path))) / "config.json"
     # For a hub id the file may not be here yet. The same is checked again before vLLM starts.
     if file.is_file():
         (refuse_same_bits if same_bits else refuse_vllm)(read_object(file))

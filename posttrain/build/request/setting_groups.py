@@ -161,11 +161,11 @@ def _settings(nodes: tuple[Any, ...], path: str, main: tuple[str, ...], inside: 
         if cls is Env and name == "args" and (known := [*_arguments(nodes, here)]):
             yield from known
             continue
-        group = dataclass_json.pieces(declared)
+        classes = dataclass_json.pieces(declared)
         # A field that is always the same group of settings, such as `sampling`, gets no line of its own: the lines of
-        # the group's settings are enough.
+        # the group's settings are enough. Where one word can set it (`model=PATH`), it has a value to show.
         only_a_group = (
-            len(group) == 1
+            len(classes) == 1
             and not dataclass_json.is_union(declared)
             and not any(m in SHORT for m in dataclass_json.members(declared))
         )

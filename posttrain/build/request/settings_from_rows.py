@@ -29,7 +29,7 @@ def without_answers(run: Run, given: Collection[str], objects: RuntimeObjects) -
     only_rows_given = "env.prompts" in given and not any(g.split(".")[:2] == ["env", "rewards"] for g in given)
     if env.name != "prompts" or env.prompts is None or not only_rows_given or not env.rewards:
         return run, ()
-    args = {k: v for k, v in env.args.items() if k in ("answer_column", "split")}
+    args = {k: v for k, v in env.args.items() if k in ("answer_column", "split")}  # those that are read here
     columns = replace(Columns(), **args)
     # The first row without an answer decides; rows after it need not be read.
     place = next((p for p, row in _rows(env, columns, objects) if row.get(columns.answer_column) is None), None)

@@ -51,9 +51,9 @@ class PromptData:
     data: Mapping[str, str]
 
     def __repr__(self) -> str:
-        kept = f"{next(iter(self.data.values())).count(chr(10))} rows" if self.data else str(self.env.prompts)
+        rows_or_path = f"{next(iter(self.data.values())).count(chr(10))} rows" if self.data else str(self.env.prompts)
         named = "".join(f", {name}={value!r}" for name, value in self.env.args.items())
-        return f"posttrain.prompts({kept}{named})"
+        return f"posttrain.prompts({rows_or_path}{named})"
 
 
 def prompts(
@@ -123,20 +123,20 @@ class UserObjects:
 
     def place(self, run: Run) -> tuple[Run, RuntimeObjects]:
         """(the run with the names of these objects in its tree, the objects)."""
-        given = RuntimeObjects()
+        objects = RuntimeObjects()
         if self.env is not None:
-            run, given = _with_env(run, self.env, given)
+            run, objects = _with_env(run, self.env, objects)
         if self.rewards is not None:
             words, functions = named_rewards(self.rewards)
             # A resumed run is handed its functions once more. Then its own settings of these rewards stay.
             again = _handed_again(run.env.rewards, words, self.rewards)
             run = replace(run, env=replace(run.env, rewards=again or words, right=run.env.right if again else None))
-            given = replace(given, rewards=functions)
+            objects = replace(objects, rewards=functions)
         if self.algorithm is not None:
             run = _with_algorithm(run, self.algorithm)
         for stage, (_, algorithm) in self.files.items():
             run = _with_algorithm(run, algorithm, stage)
-        return run, replace(given, pieces=own_classes(run), algorithms=dict(self.files.values()))
+        return run, replace(objects, pieces=own_classes(run), algorithms=dict(self.files.values()))
 
     @property
     def paths(self) -> frozenset[str]:
@@ -147,28 +147,28 @@ class UserObjects:
         return frozenset([*paths, "env.rewards"] if rewards else paths)
 
 
-def _with_env(run: Run, env: Any, given: RuntimeObjects) -> tuple[Run, RuntimeObjects]:
+def _with_env(run: Run, env: Any, objects: RuntimeObjects) -> tuple[Run, RuntimeObjects]:
     """`env=`: an `Env`, `prompts(...)`, rows, or an environment of the program."""
     if isinstance(env, Env):
-        return replace(run, env=env), given
+        return replace(run, env=env), objects
     # The most special kind comes first. An environment of one turn has settings for the tree. Any other environment is
     # only an object. Anything else must be rows.
     if isinstance(env, SingleTurn) or (inspect.isclass(env) and issubclass(env, SingleTurn)):
-        return _with_single(run, env, given)
+        return _with_single(run, env, objects)
     if callable(getattr(env, "judge", None)) and callable(getattr(env, "play", None)):
         env = env() if inspect.isclass(env) else env
         name = _plain_name(type(env).__name__)
         tree = Env(name=f"{INLINE}{name}", heldout=len(env.heldout))
-        return _named(run, tree), replace(given, environments={name: env})
+        return _named(run, tree), replace(objects, environments={name: env})
     data = env if isinstance(env, PromptData) else prompts(env)
     before = run.env
     # Rewards of a recipe with rows read columns, so they can judge the user's rows too; those of others cannot.
     kept = before.rewards if before.name == "prompts" else ()
     placed = replace(data.env, rewards=kept, heldout=before.heldout, limits=before.limits, sandbox=before.sandbox)
-    return replace(run, env=placed), replace(given, data=data.data)
+    return replace(run, env=placed), replace(objects, data=data.data)
 
 
-def _with_single(run: Run, env: Any, given: RuntimeObjects) -> tuple[Run, RuntimeObjects]:
+def _with_single(run: Run, env: Any, objects: RuntimeObjects) -> tuple[Run, RuntimeObjects]:
     """`env=` as a class derived from `SingleTurn`, or an object of one. Its plain settings go into the tree."""
     cls: Any = env if inspect.isclass(env) else type(env)
     name = _plain_name(cls.__name__)
@@ -184,7 +184,7 @@ def _with_single(run: Run, env: Any, given: RuntimeObjects) -> tuple[Run, Runtim
             sandbox=env.sandbox,
             resolution=env.resolution,
         )
-    return _named(run, tree), replace(given, environments={name: env})
+    return _named(run, tree), replace(objects, environments={name: env})
 
 
 def _named(run: Run, env: Env) -> Run:
@@ -222,10 +222,10 @@ def named_rewards(
 ) -> tuple[tuple[Reward, ...], dict[str, Callable[..., Any]]]:
     """(the rewards as the tree names them, the functions among them by their names)."""
     words, functions = list[Reward](), dict[str, Callable[..., Any]]()
-    for number, one in enumerate(_one_by_one(rewards), 1):
-        thing, weight = _weighed(one)
+    for number, reward in enumerate(_one_by_one(rewards), 1):
+        thing, weight = _weighed(reward)
         if isinstance(thing, Reward):
-            words.append(thing if thing is one else replace(thing, weight=weight))
+            words.append(thing if thing is reward else replace(thing, weight=weight))
         elif isinstance(thing, str):
             words.append(Reward(function=thing, weight=weight))
         elif callable(thing):
@@ -247,14 +247,14 @@ def _one_by_one(rewards: Sequence[GivenReward] | GivenReward) -> Sequence[Any]:
     return cast("list[Any]", rewards) if isinstance(rewards, list) else (rewards,)
 
 
-def _weighed(one: Any) -> tuple[Any, float]:
+def _weighed(reward: Any) -> tuple[Any, float]:
     """(what judges, its weight): of a tuple as it says, else 1."""
     try:
-        thing, weight = cast("tuple[Any, Any]", one) if isinstance(one, tuple) else (one, 1.0)
+        thing, weight = cast("tuple[Any, Any]", reward) if isinstance(reward, tuple) else (reward, 1.0)
         return thing, float(weight)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:  # not two things, or the second is no number
         raise ConfigError(
-            f"rewards: {one!r:.80} is no reward with its weight, such as (function, 0.5); give several rewards as a"
+            f"rewards: {reward!r:.80} is no reward with its weight, such as (function, 0.5); give several rewards as a"
             " list: [function, 'exact']"
         ) from error
 
@@ -313,9 +313,9 @@ def _setting(value: Any, name: str) -> str:
         return str(folder)
     if known := our_name(name):
         raise ConfigError(f"{name}: no such setting; {known}")
-    if hasattr(value, "save_pretrained"):
+    if hasattr(value, "save_pretrained"):  # a model or tokenizer of transformers
         raise ConfigError(f"{name}: give a directory or hub id: write the object with save_pretrained(FOLDER) first")
-    if hasattr(value, "item"):
+    if hasattr(value, "item"):  # a number of NumPy or torch
         return str(value.item())
     raise ConfigError(
         f"{name}: a {type(value).__name__} is no setting; give text, a number, true or false, a list, or a dict"
@@ -331,16 +331,16 @@ def recorded(given: RuntimeObjects) -> dict[str, Any]:
 def given_again(folder: Path, handed: UserObjects) -> RuntimeObjects:
     """Returns the objects handed to a run that goes on. ConfigError where they are not those that the run names."""
     run = run_file(folder).run
-    placed, given = handed.place(run)
-    objects = replace(given, folder=folder)
+    placed, handed_objects = handed.place(run)
+    objects = replace(handed_objects, folder=folder)
     envs = [run.env, *(s.env for s in run.stages if s.env is not None)]
     rewards = [r.function for e in envs for r in e.rewards if is_inline(r.function)]
-    places = [e.name for e in envs if is_inline(e.name)]
-    if why := objects.lacking(rewards, places):
+    env_names = [e.name for e in envs if is_inline(e.name)]
+    if why := objects.lacking(rewards, env_names):
         raise ConfigError(why)
-    named = {n.removeprefix(INLINE) for n in (*rewards, *places)}
+    named = {n.removeprefix(INLINE) for n in (*rewards, *env_names)}
     # `lacking` has found that nothing is missing. Nor may anything be handed that the run does not name.
-    strange = [n for n in (*given.rewards, *given.environments) if n not in named]
+    strange = [n for n in (*handed_objects.rewards, *handed_objects.environments) if n not in named]
     known = {r.function for r in run.env.rewards}
     strange += [r.function for r in placed.env.rewards if r.function not in known and not is_inline(r.function)]
     if handed.env is not None and (placed.env.name, placed.env.prompts) != (run.env.name, run.env.prompts):

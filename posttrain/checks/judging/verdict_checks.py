@@ -117,7 +117,8 @@ class VerifierCheck(Observer):
 
 def measured_right(report: EvaluationReport) -> None:
     """Held-out accuracy, mean reward and pass@k, counted a second way from the verdicts themselves."""
-    solved: list[tuple[int, int]] = []
+    # (judged answers, right ones) of each question.
+    counts: list[tuple[int, int]] = []
     means: list[float] = []
     by_question: dict[str, list[tuple[float, Right]]] = {}
     # Rows that ask the same are one task: their answers are pooled, and the task counts once in the mean.
@@ -127,23 +128,23 @@ def measured_right(report: EvaluationReport) -> None:
     for raw in by_question.values():
         if raw:
             means.append(math.fsum(r for r, _ in raw) / len(raw))
-            solved.append((len(raw), sum(right.of(r) for r, right in raw)))
+            counts.append((len(raw), sum(right.of(r) for r, right in raw)))
     if not means:
         return
     compared = {"mean reward": (report.reward.mean, math.fsum(means) / len(means))}
     # Where outcomes are grades that tell no share of right answers, there is no accuracy to compare.
     if report.accuracy.prompts:
-        compared["accuracy"] = (report.accuracy.mean, math.fsum(c / n for n, c in solved) / len(solved))
+        compared["accuracy"] = (report.accuracy.mean, math.fsum(c / n for n, c in counts) / len(counts))
     for k, s in report.pass_at.items():
         # 1 - C(n - c, k) / C(n, k) as a product: the chance that k of n answers, drawn without return, are all wrong.
-        missed = [math.prod((n - c - i) / (n - i) for i in range(k)) for n, c in solved]
+        missed = [math.prod((n - c - i) / (n - i) for i in range(k)) for n, c in counts]
         compared[f"pass@{k}"] = (s.mean, 1 - math.fsum(missed) / len(missed))
     for name, (reported, counted) in compared.items():
         # Written so that a NaN fails.
         if not abs(reported - counted) <= 1e-9:
             raise InvariantError(
                 f"held-out {name} is reported as {reported:.6g} and is {counted:.6g} when counted from the"
-                f" {sum(n for n, _ in solved)} verdicts: unjudged samples must not count as wrong, and pass@k must be"
+                f" {sum(n for n, _ in counts)} verdicts: unjudged samples must not count as wrong, and pass@k must be"
                 " the unbiased estimate"
             )
 

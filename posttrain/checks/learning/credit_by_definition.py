@@ -258,7 +258,9 @@ def same_outcome(episodes: Sequence[Episode]) -> bool:
     judged = [e for e in episodes if e.reward is not None]
     raw = [(verdict_terms(e), _resolution(e)) for e in judged]
     return not judged or alike(
-        [math.fsum(t) for t, _ in raw], [math.fsum(map(abs, t)) for t, _ in raw], max(f for _, f in raw)
+        [math.fsum(t) for t, _ in raw],
+        [math.fsum(map(abs, t)) for t, _ in raw],
+        max(resolution for _, resolution in raw),
     )
 
 
@@ -282,18 +284,18 @@ def _scales(a: Algorithm, samples: Sequence[CreditTerms], members: Sequence[Sequ
     batch_std = _std(*columns(samples))
     groups = [columns(of) for of in members]
     # Groups that differ at all, for scale=mixed_share.
-    mixed = sum(len(r) for r, t, f in groups if not alike(r, t, f))
+    mixed = sum(len(rewards) for rewards, sizes, resolution in groups if not alike(rewards, sizes, resolution))
     out: list[float] = []
-    for r, t, f in groups:
+    for rewards, sizes, resolution in groups:
         # Only where siblings are compared does their agreement mean that there is nothing to learn.
-        agree = kind(a.baseline) in COMPARES and alike(r, t, f)
-        average = math.fsum(r) / len(r) if r else 0.0
+        agree = kind(a.baseline) in COMPARES and alike(rewards, sizes, resolution)
+        average = math.fsum(rewards) / len(rewards) if rewards else 0.0
         scales = {
             "one": 1.0,
             "batch_std": batch_std,
-            "group_std": _std(r, t, f),
+            "group_std": _std(rewards, sizes, resolution),
             # A mean that is rounding alone would blow the credit up, so it counts as 0.
-            "group_mean": average if r and average > f * max(t) else 0.0,
+            "group_mean": average if rewards and average > resolution * max(sizes) else 0.0,
             "mixed_share": mixed / max(1, len(samples)),
         }
         out.append(0.0 if agree else scales[a.scale])

@@ -36,6 +36,7 @@ def everyone_is_scored(asked: Sequence[Group], scored: Sequence[ScoredGroup]) ->
     want = [(g.task.id, g.visit, [e.sibling for e in g.judged]) for g in asked if g.judged]
     got = [(g.group.task.id, g.group.visit, [e.episode.sibling for e in g.episodes]) for g in scored]
     if want != got:
+        # None is lost where groups come twice or in another order: then the first is named.
         lost = next((w for w in want if w not in got), got[0] if got else want[0])
         raise InvariantError(
             f"{sum(len(s) for *_, s in want)} episodes of this step were judged and {sum(len(s) for *_, s in got)}"

@@ -53,6 +53,7 @@ class StepTokens:
 
     packed: Packed
     mu_M: np.ndarray
+    """Log-probs of the sampler."""
     fresh_N: np.ndarray
     """bool: tokens of segments whose spoken tokens all come from the present weights."""
 
@@ -205,7 +206,7 @@ def experts_learn(
     Args:
         trained: what the optimizer updates, by parameter. Frozen ones are not in it.
         expected: a function of (name, gradient, place) to the move that the step will make there; None if not known.
-        first: the number of the first expert that is followed. The walk over the experts goes on at the first one.
+        first: the place at which the walk over the followed experts begins. After the last one comes the first.
         heard: bool [M]: the tokens that the loss learns from (`learned_from`).
         certain: how often the learner has chosen each expert without doubt, where its passes did not follow the choices
             of the batch: `certain_load`. It is asked where an expert seems not to learn.

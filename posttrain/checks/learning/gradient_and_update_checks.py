@@ -123,18 +123,18 @@ def _silent(
 @torch.no_grad()
 def _felt(learner: Learner, packed: Packed, parameter: Any, before: np.ndarray) -> bool:
     """Returns whether some log-prob changes when the parameter is moved. `before`: the log-probs without the move."""
-    kept = parameter.detach().clone()
+    original = parameter.detach().clone()
     # A rank without rows of this weight moves nothing, and takes part in the scoring: it is an exchange of all ranks.
-    if not kept.numel():
+    if not original.numel():
         return float(np.abs(learner.score(packed) - before).max()) > FELT
     # A tensor that is all one number has no spread: its size stands for it, and 0.01 where that is smaller.
-    size = float(kept.float().std()) if kept.numel() > 1 else 0.0
+    size = float(original.float().std()) if original.numel() > 1 else 0.0
     # Signs alternate, since adding one number to all elements may leave softmax and norms as they were.
-    signs = torch.arange(kept.numel(), device=kept.device).remainder(2).mul(2).sub(1).view_as(kept)
-    parameter.add_((signs * NUDGE * (size or max(0.01, float(kept.abs().max())))).to(kept.dtype))
+    signs = torch.arange(original.numel(), device=original.device).remainder(2).mul(2).sub(1).view_as(original)
+    parameter.add_((signs * NUDGE * (size or max(0.01, float(original.abs().max())))).to(original.dtype))
     after = learner.score(packed)
-    # The copy is put back, bit for bit: subtracting the move would leave rounding.
-    parameter.copy_(kept)
+    # The original is put back, bit for bit: subtracting the move would leave rounding.
+    parameter.copy_(original)
     return float(np.abs(after - before).max()) > FELT
 
 
@@ -172,7 +172,9 @@ def gradient_norm(optimizer: Any, grads: Mapping[str, Any]) -> float:
     norm_here = math.sqrt(math.fsum(square_sum(held(g)) for g in grads.values()))
     ranks: Ranks = getattr(optimizer, "ranks", ALONE)
     if ranks.world > 1:
+        # Each rank has its part of the weights. With `replicas` only the ranks of one copy count.
         return joint_norm(of_one_copy(ranks, norm_here, "gradient"))
+    # Other ranks split some weights and hold others whole (`GradientParts`).
     parts = getattr(optimizer, "parts", None)
     return norm_here if parts is None else parts.norm(grads)
 
@@ -220,6 +222,7 @@ class StepGradients:
                     at, weight, float(expected_there.move), math.inf if expected_there.along else expected_there.size
                 )
         # Whole parameters are compared in the first step only, since copies and expected state of them are held.
+        # An optimizer that does not count its steps is never at its first.
         first = not optimizer.state_tensors().get("steps", 1)
         small = _smallest(grads) if first else []
         expected = {n: optimizer.expected_update(config, n, grads[n], norm, **share_argument) for n in small}

@@ -395,6 +395,7 @@ _RATIOS = {
     "one": lambda gap, sequence: np.ones(len(gap)),
     "token": lambda gap, sequence: exp(gap),
     "sequence_mean": lambda gap, sequence: exp(means(gap, sequence)),
+    # pi / sg[pi] has the value 1, so the ratio of GSPO-token is that of GSPO.
     "sequence_token": lambda gap, sequence: exp(means(gap, sequence)),
     "sequence_product": lambda gap, sequence: exp(sums(gap, sequence)),
 }

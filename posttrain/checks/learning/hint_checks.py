@@ -79,6 +79,7 @@ class HintCheck(Observer):
             )
         # Tools of the task's own data, else those that the environment gives it.
         tools = e.task.tools or (roles.rollout.environment.abilities.tools or (lambda _: ()))(e.task)
+        # One segment: an answer with several is not learned from with a hint.
         packed = _behind(roles.rollout.dialogue(e.task.id).see(prompt, tools), e.segments[0])
         teacher = roles.hints.teacher(roles.learner, roles.reference)
         assert teacher is not None

@@ -236,6 +236,7 @@ def entropy_and_value_agree(a: Algorithm, batch: Batch, passes: Passes) -> None:
     for name, (got, want) in compared.items():
         size = float(np.abs(want).max(initial=0.0))
         # `joined` gives one number for each token, so both have one length. Written so that a NaN is wrong.
+        # 1e-12 is for gradients that are all 0.
         gap = float(np.abs(got - want).max(initial=0.0))
         if not gap <= 1e-4 * size + 1e-12:
             raise InvariantError(

@@ -62,6 +62,7 @@ def silent_on_all_ranks(
     adapter = learner.policy.lora
     # PEFT treats the norm of DoRA as a constant. It moves with the weights, so their gradient is not exact.
     dora = adapter is not None and adapter.dora
+    # Whether products of layers are compared, and the weights stay where they are: see `products_agree`.
     by_layer = dora or learner.narrow is not None or learner.policy.dtype in NARROW
     if by_layer:
         # The first pass makes more passes, which prove shared beginnings. Made here, none of them is under the hooks.
@@ -76,7 +77,7 @@ def silent_on_all_ranks(
     gradients = _take_gradients({**parameters, **head})
     heard_here = {n: bool(g.any()) for n, g in gradients.items()}
     # A parameter counts as heard where any rank's rows of it have a gradient. The exchange comes before any raise.
-    heard = {n for one in learner.ranks.every(heard_here) for n, any_there in one.items() if any_there}
+    heard = {n for of_rank in learner.ranks.every(heard_here) for n, any_there in of_rank.items() if any_there}
     if deaf := [n for n in head if n not in heard]:
         raise InvariantError(DEAF.format(", ".join(deaf)))
     if by_layer:
@@ -119,7 +120,7 @@ def silent_in_parts(
     summed_once(learner, packed, parameters, gradients)
     # Where some part may rightly be unused (an expert), one rank that hears the parameter is enough.
     needed = all if learner.every_part_is_used else any
-    return [n for n in parameters if not needed(one.get(n, False) for one in table)]
+    return [n for n in parameters if not needed(of_rank.get(n, False) for of_rank in table)]
 
 
 def _as_chosen(learner: TensorLearner, packed: Packed) -> tuple[TensorLearner, Packed]:
@@ -217,7 +218,7 @@ def products_agree(learner: ShardedLearner, gradients: Mapping[str, Tensor], wan
     shares: dict[str, float] = {}
     for name in table[0]:
         # One share over all ranks, since a single rank's rows may have hardly any gradient.
-        along, size = (math.fsum(one[name][i] for one in table) for i in (0, 1))
+        along, size = (math.fsum(of_rank[name][i] for of_rank in table) for i in (0, 1))
         if size and math.isfinite(size):
             shares[name] = along / size
     if not shares:

@@ -166,7 +166,7 @@ def masks_cover_what_was_said(groups: Sequence[Group], said_tokens: int) -> None
 
     Tokens of other seats are in no mask; they are added to the count. What an opponent said is not this engine's.
     """
-    # What an opponent said, or a demonstration shows, this engine did not sample.
+    # What an opponent said, or a demonstration shows, this engine did not sample. A group's greedy answer it did.
     played = [e for g in groups for e in (*g.episodes, *filter(None, [g.greedy])) if e.own]
     covered = sum(e.spoken for e in played) + sum(t.tokens for e in played for t in e.seats if t.policy)
     # Turns that had ended before their sibling was aborted were counted by the engine too.
@@ -227,20 +227,22 @@ def _band_line(band: Gauges, dtype: str) -> tuple[str, ...]:
     return (f"noise band: sampler and learner differ by up to {size:.2g} nats for 99 % of tokens in {dtype}",)
 
 
-def _price_line(price: float | None, own_M: np.ndarray) -> tuple[str, ...]:
+def _price_line(price: float | None, fresh_M: np.ndarray) -> tuple[str, ...]:
     """Says what `exact=true` achieves and costs, as a line for people."""
     if price is None:
         return ()
     return (
-        f"exact: sampler and learner agree bit for bit on {int(own_M.sum())} tokens; scoring them as the sampler does"
+        f"exact: sampler and learner agree bit for bit on {int(fresh_M.sum())} tokens; scoring them as the sampler does"
         f" takes {price:.2g} times as long as the learner's own forward pass, and comes on top of it",
     )
 
 
 def _comparable_pass(roles: ReinforceRoles, micro: Batch, logp_M: np.ndarray, fresh_M: np.ndarray) -> np.ndarray:
-    """The log-probs of a training pass, comparable with the sampler's also where a mixture's learner may choose other
-    experts: the difference of the pass and the learner's own scores, added to log-probs by the sampler's experts.
-    Log-probs that agree anyway are returned as they are."""
+    """The log-probs of a training pass, made comparable with the sampler's.
+
+    A mixture's learner may choose other experts than the sampler. Then what the pass differs by from the learner's own
+    scores is added to log-probs by the sampler's experts. Log-probs that agree anyway are returned as they are.
+    """
     follower, gap = as_sampled(roles.learner), Gap.of(micro[MU][fresh_M], logp_M[fresh_M])
     replays_start = roles.run.model.router_replay == "start"
     may_differ = micro.routed_N is not None and (replays_start or follower is not roles.learner)

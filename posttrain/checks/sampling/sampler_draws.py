@@ -261,10 +261,16 @@ def bet_on_answers(
 
 
 def bet_on_siblings(bet: Bet, groups: Sequence[Group], noise: float) -> Gauges:
-    """Play one round for each pair of neighbouring siblings: a bet that they say the same. InvariantError once the
-    stake exceeds 1 / `ALPHA`. With p the probability of the first answer, which bounds the chance, and c the share that
-    is bet, the factor is 1 + c (1 - p) / p if they are equal, else 1 - c. Not bet on are answers with p above a half,
-    and empty ones. Of an answer that broke or was cut the known tokens count: an equal one has at least these."""
+    """Play one round for each pair of neighbouring siblings: a bet that they say the same.
+
+    Let p be the probability of the first answer: the chance that the second one equals it is at most p. Let c be the
+    share of the stake that is bet. The factor is 1 + c (1 - p) / p if they are equal, else 1 - c. No bet is made on
+    answers with p above a half, nor on empty ones. Of an answer that broke or was cut the known tokens count: an equal
+    one has at least these.
+
+    Raises:
+        InvariantError: the stake exceeds 1 / `ALPHA`.
+    """
     for g in groups[:GROUPS]:
         # Neighbours only: given all answers before it, the next one equals its neighbour with that one's probability.
         # Whether further pairs are equal would follow from these.

@@ -94,15 +94,15 @@ class FreshCheck(Observer):
         waiting = roles.groups.queued()[1] if isinstance(roles.groups, GroupQueue) else ()
         groups, version = (*e.played, *waiting), roles.trainer.version
         segments = fresh_segments(groups, version, keeps_caches(roles.run.engine))
-        # Caches of other weights are a risk of their own and are looked at in every step.
+        # Caches of other weights are a risk of their own, looked at in every step. Such a segment would be the first.
         if not segments or not (looked_at(e.index) or (segments[0].version[segments[0].mask] != version).any()):
             return None
         # In the mixed segments only the tokens of this version can be compared.
         fresh = np.concatenate([s.version[s.mask] for s in segments]) == version
         gauges = _compare_segments(roles, segments, fresh)
         # Draws are tested on whole episodes of this version, whose places are known from the start.
-        own = [x for g in groups for x in g.episodes if x.own]
-        whole_episodes = [x for x in own if all((s.version[s.mask] == version).all() for s in x.segments)]
+        own_episodes = [x for g in groups for x in g.episodes if x.own]
+        whole_episodes = [x for x in own_episodes if all((s.version[s.mask] == version).all() for s in x.segments)]
         if whole_episodes and roles.sync.sampler.draws_by_place:
             # Draws are repeated and never bet on here: which answers have ended already depends on their lengths.
             gauges = merge(gauges, draws_are_true(roles, self._bets, whole_episodes, 0, roles.stream))

@@ -252,7 +252,7 @@ class AheadCheck(Observer):
         """The sampler's version when each group was to be asked, of those that no step has taken yet."""
         self._digests = dict[str, str]((kept or {}).get("digests", {}))
         """The digest of each ended group that waits in the queue, by `name_of`."""
-        self._exact = kept is None or bool(kept)
+        self._asked_known = kept is None or bool(kept)
         """Whether `_asked` is known: not where a stage goes on from a checkpoint that lacks it."""
         self._begin_versions = deque[int]()
         """The learner's versions at the beginning of the last steps."""
@@ -323,7 +323,7 @@ class AheadCheck(Observer):
             waiting = len(roles.groups.queued()[0])
             asked_within_bound(waiting, stage.staleness, stage.prompts, stage.steps - e.index)
         # A filter takes groups until enough have passed, so their number is no function of the step.
-        if stage.algorithm.filter is None and self._exact:
+        if stage.algorithm.filter is None and self._asked_known:
             self._note_asked(stage, e.index, roles.sync.sampler.version)
             # The oldest that were asked are the ones that this step took.
             asked = [self._asked.popleft() for _ in e.played]
