@@ -115,7 +115,7 @@ class EmbeddedEngine:
         self._version = version
         self._counters = EngineCounters(slots)
         proposer = self._make_proposer(speculate, device)
-        # A draft model's cache has the same rows, so both grow and are freed together.
+        # A draft model's cache has the same rows, so both grow and are freed together. `cache_bytes` does not bound it.
         if isinstance(proposer, DraftModel):
             self._pools += (proposer.served.pool,)
         self.draws_by_place = not isinstance(proposer, DraftModel)
@@ -132,7 +132,9 @@ class EmbeddedEngine:
         self._drained: list[asyncio.Future[None]] = []
         """One for each `load` that waits: set once no turn is unfinished."""
         self._task: asyncio.Task[None] | None = None
+        """Runs the steps. It ends where there is nothing to do, and `_go_on` starts another one."""
         self._loop: asyncio.AbstractEventLoop | None = None
+        """The event loop that the task and all waiting calls belong to."""
 
     @property
     def _scheduler(self) -> Scheduler:
@@ -300,6 +302,7 @@ class EmbeddedEngine:
         self._scheduler.renew(version, stale=stale)
         self._version = version
         if stale:
+            # The gap is measured by computing the pending tokens, whose keys and values need rows: so `make_room`.
             self._counters.stale += self._served.stale_gap(self._scheduler.slots, self._scheduler.make_room())
 
     def _make_proposer(self, speculate: Lookup | Draft | None, device: str) -> Proposer | None:
