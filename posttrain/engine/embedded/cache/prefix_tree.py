@@ -28,6 +28,7 @@ class _Node:
     edge: tuple[int, bytes]
     """(serial of the parent, token ids of the block)"""
     serial: int
+    """Its number in the order of insertion, never used twice. Edges name their parent by it."""
     block: int
     parent: _Node | None
     children: int = 0
@@ -93,7 +94,7 @@ class PrefixTree:
             tokens = np.frombuffer(node.edge[1], np.int32)[: len(wanted)]
             differing = np.flatnonzero(tokens != wanted[: len(tokens)])
             same = int(differing[0]) if len(differing) else len(tokens)
-            if best is None or same >= best[1]:
+            if best is None or same >= best[1]:  # of equal ones the newest, which stands last
                 best = node, same
         return best
 
