@@ -32,10 +32,11 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
     """Samples from `count` engines. See `all_started` for what is raised where one does not start.
 
     Args:
+        sender: publishes the weights of `load`, which the engines read by themselves.
         timeout: seconds that a turn, an update or a start may take.
         deaths: engines that one turn may kill.
         tolerance: nats by which two engines may differ in the log-prob of one token; 0: not at all.
-        end: ends what the engines share, after them.
+        end: ends what the engines share, such as a connection to a Ray cluster; called after they have been closed.
     """
 
     def __init__(
@@ -59,8 +60,9 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
         self.keeps_sets, self.draws_by_place = self._facts.keeps_sets, self._facts.draws_by_place
         self.context = self._facts.context
         self._parcel: Parcel | None = None
+        """The newest weights that were published: a new engine starts with them. None before the first `load`."""
         self._probe: np.ndarray | None = None
-        self._loads = self._turns = self._tokens = 0
+        self._loads = self._turns = self._tokens = 0  # loads that run now; turns delivered, and their tokens
 
     @property
     def engines(self) -> tuple[PooledEngine, ...]:

@@ -76,6 +76,7 @@ def cut_of(layer: Any, leaf: str) -> Cut | None:
     if isinstance(layer, QKVParallelLinear):
         # With more workers than key-value heads, several neighbours hold the same head.
         query_rank, kv_rank = rank, rank // layer.num_kv_head_replicas
+        # Of queries, keys and values: which part is here, heads of a part, heads of all, width of a head.
         sizes = [
             (query_rank, layer.num_heads, layer.total_num_heads, layer.head_size),
             (kv_rank, layer.num_kv_heads, layer.total_num_kv_heads, layer.head_size),

@@ -101,11 +101,11 @@ def workers_environment(workers: int, eager: bool) -> dict[str, str]:
 def build(policy: Policy, slots: int, cache_bytes: int, eager: bool, workers: int = 1) -> Any:
     """The engine. What vLLM changes in this process is restored: random states, torch's thread setting, environment."""
     level = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
-    beside = workers_environment(workers, eager)
+    for_workers = workers_environment(workers, eager)
     with (
         _program_hidden() if workers > 1 else nullcontext(),
         # 0: the engine's core runs in this process, where its steps can be called one by one.
-        _environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL=level, **beside),
+        _environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL=level, **for_workers),
         generators_kept(),
         _threads_kept(),
         # The description is needed during the start only.
