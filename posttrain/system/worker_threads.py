@@ -36,8 +36,8 @@ C = TypeVar("C", bound=QueuedCall)
 class WorkerThreads(Generic[C]):
     """At most `most` threads. They begin when calls need them, and end when they are closed.
 
-    The threads refer to this object. So its owner can be garbage-collected, and then closes it (`weakref.finalize`), if
-    neither `work` nor a call refers to the owner.
+    The threads keep this object alive, but not its owner, which closes it when it is garbage-collected itself
+    (`weakref.finalize`). For that, neither `work` nor a call may refer to the owner.
 
     Args:
         name: of the threads.

@@ -40,7 +40,7 @@ from posttrain.system.errors import EngineError
 CACHE_BYTES = 4 << 30
 """Most bytes of the key-value cache. The cache grows up to this size when needed."""
 SETTLED = 8
-"""Turns of the event loop that `idle` waits for, in which an episode whose turn has ended may ask for its next one."""
+"""Rounds of the event loop that `idle` waits for, in which an episode whose turn has ended may ask for its next one."""
 Update = Literal["drain", "inflight", "stale"]
 
 

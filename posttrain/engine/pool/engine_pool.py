@@ -293,12 +293,12 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
             )
 
     async def _restart(self, number: int, process: PooledEngine) -> None:
-        # `_call` may have the lock: it raises EngineDied at once, and waits then for the new process.
+        # A `_call` that holds the lock gets EngineDied at once, gives the lock up, and waits for the new process.
         async with process.lock:
             await super()._restart(number, process)
 
     async def _prepare(self, process: PooledEngine, host: EngineHost) -> None:
-        if self._parcel is None:
+        if self._parcel is None:  # no push yet: the new process began with the weights that all others began with
             return
         # A new process holds no base, so a delta would be of no use to it.
         parcel = self._sender.whole(self._parcel.version)

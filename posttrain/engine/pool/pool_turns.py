@@ -19,8 +19,8 @@ from posttrain.engine.pool.turn_router import Beginnings, EngineLoad
 
 @dataclass(frozen=True)
 class BusyTime:
-    """The counts of a meter until now: seconds, seconds without a turn, and tokens in flight times the seconds they
-    were. The difference of two is what came between them."""
+    """The counts of a meter: seconds, seconds without a turn, and tokens in flight summed over time (tokens times
+    seconds). The difference of two readings is what came between them."""
 
     seconds: float
     idle: float

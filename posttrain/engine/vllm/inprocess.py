@@ -230,6 +230,7 @@ class VLLMEngine(VLLMSampler):
         return True
 
     def _step(self) -> None:
+        """Run one step of vLLM; deliver the turns and scores that have ended, and tokens that are listened to."""
         begun = time.perf_counter()
         with quiet_compiler(self._eager):
             outputs = self._engine.step()
