@@ -71,8 +71,7 @@ def end_with(name: str, parent: int) -> threading.Event:
                         " ends. A run goes on from its last checkpoint with --resume",
                         file=sys.stderr,
                     )
-                # `sys.exit` would end this thread alone. Nothing is finished or cleaned up: nobody waits for it any
-                # more.
+                # `sys.exit` would end this thread alone. Nothing is finished or cleaned up: nobody waits for it now.
                 os._exit(1)
 
     threading.Thread(target=look, name="looks for its parent", daemon=True).start()

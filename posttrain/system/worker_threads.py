@@ -99,8 +99,7 @@ class WorkerThreads(Generic[C]):
             waiting, running, threads = list(self.waiting), self.running, list(self._threads)
             self.waiting.clear()
             self.lock.notify_all()
-        # Outside of the lock, because answers run the callbacks of a future in this thread, and the threads need the
-        # lock to end.
+        # Without the lock: answers run the callbacks of a future in this thread, and the threads need the lock to end.
         for call in waiting:
             call.refuse()
         for call in running:

@@ -1,6 +1,5 @@
-"""Takes training steps in a small world: from the rewards of its answers to a gradient and a step of an optimizer. All
-is computed by the library. Axis letters: P prompts, G siblings, E = P * G answers of T tokens each, K reward
-sources."""
+"""Takes training steps in a small world, with the library's code: from the rewards of its answers to a gradient and a
+step of an optimizer. Axis letters: P prompts, G siblings, E = P * G answers of T tokens each, K reward sources."""
 
 from __future__ import annotations
 

@@ -142,8 +142,7 @@ class EmbeddedEngine:
 
     @property
     def timeline(self) -> Timeline | None:
-        """The times at which each request was queued, admitted and finished; None where the engine does not record
-        them."""
+        """When each request was queued, admitted and finished; None where the engine does not record it."""
         return self._stepper.timeline
 
     @property

@@ -197,11 +197,11 @@ class Stepper:
                 self.scheduler.free(s)
                 self._answer(request, turn)
 
-    def _with_experts(self, s: int, said: SampledTurn) -> SampledTurn:
+    def _with_experts(self, s: int, turn: SampledTurn) -> SampledTurn:
         """A turn with the experts of every token that was computed for it, where the model is a mixture of them."""
         slots = self.scheduler.slots
         routed = self.served.routed(slots.table[s, : slots.cached[s]])
-        return said if routed is None else replace(said, routed=routed.copy())
+        return turn if routed is None else replace(turn, routed=routed.copy())
 
     def _stream_tokens(self, s: int, ids: np.ndarray, logp: np.ndarray) -> None:
         """Call the request's callback with its new tokens. If the callback fails, only this request gets the error."""

@@ -137,8 +137,7 @@ class VLLMServer(VLLMSampler):
         name, hot, checked = f"posttrain-{self._name}-{version}", self._hot, self._expected.checked(tensors)
         staged = StagedTensors(self._share, name)
         try:
-            # Whole tensors are written before the gate closes: this takes long, and turns go on meanwhile. An adapter
-            # is small.
+            # Whole tensors are written before the gate closes: this takes long, and turns go on. An adapter is small.
             if hot is None:
                 staged.write(checked)
                 update = partial(self._send, staged, version)

@@ -117,8 +117,7 @@ def make_plan(s: Slots, at: np.ndarray, drafts: Drafts | None, pieces: PrefillPi
 def room_in_lanes(computed: int, left: int, budget: int, lanes: int) -> int:
     """Returns the number of prompt positions to compute in a pass with `computed` other ones, where `left` prompt
     positions are not cached yet and a pass has at most `budget`. Positions that would begin one more vector of lanes
-    without filling it wait for the next pass: with 64 slots and short prompts, one lane in nine would be idle
-    otherwise."""
+    without filling it wait for the next pass: else, with 64 slots and short prompts, one lane in nine would be idle."""
     # Whole vectors only if that still leaves a position for prompts, and if all that is wanted would be computed.
     wanted = computed + left
     whole = wanted // lanes * lanes

@@ -344,12 +344,12 @@ class CachedLayout:
 
     def _pattern(self, heads: int, kv_heads: int, window: int | None) -> _Pattern:
         """The indices for all layers of one shape. They are made once per forward pass."""
-        at = (heads, kv_heads, window)
-        if at not in self._patterns:
-            self._patterns[at] = self._build(*at)
-        return self._patterns[at]
+        shape = (heads, kv_heads, window)
+        if shape not in self._patterns:
+            self._patterns[shape] = self._build_pattern(*shape)
+        return self._patterns[shape]
 
-    def _build(self, heads: int, kv_heads: int, window: int | None) -> _Pattern:
+    def _build_pattern(self, heads: int, kv_heads: int, window: int | None) -> _Pattern:
         """The indices by which the sparse product and the embedding bag find their rows in the pool."""
         # With a window a query sees its last rows only: fewer of them, from a later place on.
         lengths_B = self._lengths_B if window is None else np.minimum(self._lengths_B, window)

@@ -104,8 +104,7 @@ class Scheduler:
             begun_only: admit only requests that have already said a token, because new weights wait for these to end.
         """
         # Order of arrival is kept, also where a later request would fit and the first does not: a long prompt would
-        # wait for ever otherwise. Only new weights change it: what has begun must end before they come, so it goes
-        # first.
+        # wait for ever otherwise. Only new weights change it: what has begun must end before they come, and goes first.
         if begun_only:
             self.queue = deque(sorted(self.queue, key=lambda r: r.begun is None))
         admitted: list[GenerateCall] = []
@@ -343,8 +342,7 @@ class Scheduler:
         """The first waiting slot begins after `prompt`. It shares the full blocks and copies the partial one; the last
         request of the prompt takes both without a copy. False where there is no block for the copy."""
         # Slots write behind the prompt from now on, so each needs a partly filled last block of its own. The last
-        # request to begin takes the prompt's own block. `_users` tells whether other requests of the prompt have not
-        # begun yet.
+        # request to begin takes the prompt's own block: `_users` counts those that have not begun, this one with them.
         s = prompt.waiting[0]
         request = self.slots.of(s)
         size, full = len(prompt.ids), len(prompt.ids) // BLOCK
@@ -409,8 +407,7 @@ class Scheduler:
             self._lost[key] = prompt.done
 
     def _ensure_room(self, n: int, keep: Prompt | None = None) -> bool:
-        """Free prompts that no slot waits for, but not `keep`, until `n` more blocks can be taken. False: they cannot,
-        even so."""
+        """Free prompts that no slot waits for, but not `keep`, until `n` more blocks fit; False: they still do not."""
         if not self.blocks.fits(n):
             for prompt in [p for p in self.prompts.values() if not p.waiting and p is not keep]:
                 self._drop(prompt)

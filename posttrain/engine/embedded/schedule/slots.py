@@ -1,6 +1,7 @@
 """The state of all requests in slots: every array has one row per slot, so that a step runs no Python code per slot.
 
-Axis letters: s a slot (row), P tokens of a prompt, C context rounded up to whole blocks.
+Axis letters: s a slot (row), P tokens of a prompt, C context rounded up to whole blocks. `at` [n], here and in the
+callers: the numbers of the slots that a call is about.
 """
 
 from __future__ import annotations
