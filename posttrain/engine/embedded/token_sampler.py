@@ -323,8 +323,7 @@ def _prefix(z: Tensor, c: Contracts, n: int) -> tuple[Tensor, Tensor]:
     inside = torch.arange(n, device=z.device) < top_k
     wide = values.double().masked_fill_(~inside, INF)
     # `norm` is the log of the mass that top-k leaves. Without top-k, or where top_k > n, the mass of the whole
-    # vocabulary is taken. That is wrong where top-k cuts behind these n tokens and top-p needs the mass; `beyond` marks
-    # such rows.
+    # vocabulary is taken. That is wrong where top-k cuts behind these n tokens and top-p needs the mass: see `beyond`.
     norm = wide.logsumexp(-1, keepdim=True)
     if n < size:
         norm = torch.where(top_k <= n, norm, z.double().logsumexp(-1, keepdim=True))

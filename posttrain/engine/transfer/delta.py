@@ -111,7 +111,7 @@ def _unfolded(z: np.ndarray) -> np.ndarray:
 def _squeeze(*numbers: np.ndarray) -> bytes:
     """All planes of these numbers, as one stream. Only run lengths and Huffman codes are used: looking for longer
     matches takes several times as long, and saves next to nothing on such planes."""
-    # -15: a bare stream without zlib's own checksum, since the tensor's digest is checked.
+    # Level 1, memory 9. -15: a bare stream without zlib's own checksum, since the tensor's digest is checked.
     stream = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_RLE)
     parts: list[bytes] = []
     for x in numbers:

@@ -36,10 +36,10 @@ class _Node:
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """The cached beginning of a sequence: whole blocks (int64), then `extra` rows at the start of `tail`."""
+    """The cached beginning of a sequence: whole blocks (int64), then `extra` rows at the start of block `tail`."""
 
     blocks: np.ndarray
-    tail: int = -1
+    tail: int = -1  # no block
     extra: int = 0
 
     @property

@@ -255,7 +255,7 @@ class Scheduler:
             # Slots that wait for a prompt are always preempted: their first token would be drawn from old weights.
             if not stale or not s.generating[i]:
                 self.preempt(i)
-        s.fresh[s.generating] = False
+        s.fresh[s.generating] = False  # with `stale` alone: else no slot generates any more
         for prompt in list(self.prompts.values()):
             self._drop(prompt)
         self.tree.renew(version)
