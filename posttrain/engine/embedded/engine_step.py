@@ -66,7 +66,7 @@ class Stepper:
         if self.timeline is not None:
             self.timeline.step(begun, len(plan.ids), len(at))
         for s, _ in beginning:
-            if (request := scheduler.slots.request[s]) is not None:  # None: its first token has ended the turn
+            if (request := scheduler.slots.request[s]) is not None:  # None: it has ended at once
                 self.mark(request, "speak")
         self._mark_moved()
 

@@ -36,7 +36,8 @@ def fixed_rows(slots: int) -> int:
 
 
 class SamplerReplay:
-    """Scores tokens as a deterministic engine with `slots` slots does, by a copy of the weights that follows them."""
+    """Scores tokens as a deterministic engine with `slots` slots does, by a copy of the learner's model. The copy takes
+    the learner's weights at each call."""
 
     def __init__(self, policy: Policy, slots: int) -> None:
         self._learner: nn.Module = policy.module

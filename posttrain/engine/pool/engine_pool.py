@@ -2,8 +2,9 @@
 
 An answer is a function of its question, the weights and its place (law 8), so a turn whose engine died is asked again
 from another one, and a synchronous run ends as if nobody had died. All engines serve one version: while new weights
-come, no new turn is given away. A turn may cause a limited number of deaths. When only one is left, it is asked alone.
-If that engine dies too, the turn is guilty: it raises `UnanswerableTurn`, which fails its episode only.
+come, no new turn is given away. A turn may cause a limited number of deaths. With one death left, it is asked alone, of
+an engine that says no other turn. If that engine dies too, the turn is guilty: it raises `UnanswerableTurn`, which
+fails its episode only.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 An episode whose process died is played again from its beginning in another one. Turns that were said are not asked
 again, and what the environment writes must be what it wrote, or the episode fails by name. So nothing is sampled twice,
 and an environment that is a function of its task and of what is said ends as if nobody had died. An episode may cause a
-limited number of deaths. When only one is left, it is played in a process that plays nothing else. If that dies too,
-the episode is guilty: it raises `UnanswerableTurn`.
+limited number of deaths. With one death left, it is played in a process that plays nothing else. If that dies too, the
+episode is guilty: it raises `UnanswerableTurn`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 An edge is the tokens of one block. A node is the block that holds their keys and values, computed after all tokens
 above it. Inner nodes are full; a leaf may be partial, so that an episode's next turn finds all of its last one. A
-sequence that leaves a cached one inside a block copies the rows before it. The roots are weight versions, so those of
+sequence that leaves a cached one inside a block copies the rows before it. The roots are weight versions, so blocks of
 other weights are never found. The least recently used blocks are evicted first, and a leaf before its parent.
 """
 

@@ -2,7 +2,7 @@
 
 A request is queued, then gets a slot when there are blocks for its prompt, waits for the prompt to be cached, and
 generates. Where blocks run out, the youngest is preempted: it goes back to the head of the queue with what it has said,
-and its cache is computed again. All end, since they are served in order of arrival and the oldest is never preempted.
+and its cache is computed again. Every request ends, since the oldest one is served first and is never preempted.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class Slots:
         self.generating = np.zeros(count, bool)
         """Whether the slot has said a token and its turn goes on."""
         self.said = np.zeros(count, np.int64)
-        """Tokens of the turn so far. Of the arrays [s, context] below, these first entries count."""
+        """Tokens of the turn so far: this many entries of `ids`, `logp` and `version` count."""
         self.limit = np.zeros(count, np.int64)
         self.uniforms = np.zeros((count, context))
         """The random number of each position of the turn, drawn when the request gets the slot."""
