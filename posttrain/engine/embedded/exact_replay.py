@@ -64,7 +64,7 @@ class SamplerReplay:
         if pool.rows < blocks * BLOCK:
             pool.grow(blocks)
         out = torch.empty(packed.spoken, device=pool.device)
-        # Spoken tokens in the order of their positions, so that two searches give those that a pass predicts.
+        # Spoken tokens in the order of their positions, so that two binary searches find the ones that a pass predicts.
         order = np.argsort(packed.source_M, kind="stable")
         sources = packed.source_M[order]
         mask = None if packed.kept is None else KeptMask(packed.kept, pool.device)

@@ -144,7 +144,7 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
         turn, tokens in flight, and deaths."""
         report = self._take_report()
         busy = [e.meter.take() for e in self.processes]
-        # The pool itself counts the tokens of delivered turns: that of the engines has turns that were asked twice.
+        # The pool itself counts the tokens of delivered turns: the engines also count turns that are asked twice.
         counted = {n: g.mean for n, g in report.gauges.items() if g.count and n != "engine/tokens"}
         if "engine/steps" in counted:  # each counts once, so their mean says nothing
             counted["engine/steps"] = report.gauges["engine/steps"].sum

@@ -127,7 +127,7 @@ class PooledEngine(SupervisedProcess[PooledTurn]):
     version: int
     """Version of the weights that the engine serves."""
     served: str = ""
-    """Their fingerprint; '' for those that it was started with."""
+    """The fingerprint of these weights; '' for the weights that it was started with."""
     busy: int = 0
     """Tokens that it was asked for and has not answered yet."""
     meter: BusyMeter = field(default_factory=BusyMeter)

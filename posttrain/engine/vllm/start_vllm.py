@@ -159,8 +159,8 @@ def _environment(**values: str) -> Iterator[None]:
 def _program_hidden() -> Iterator[None]:
     """Inside, processes that `multiprocessing` begins do not import the user's program again: a run that it starts at
     its top would start once more in each worker."""
-    # It reads TORCHDYNAMO_DISABLE once, as it is imported. So `build` enters this block before the one that sets the
-    # variable, which is meant for the workers alone.
+    # torch._dynamo reads TORCHDYNAMO_DISABLE once, as it is imported. So `build` enters this block before the one that
+    # sets the variable, which is meant for the workers alone.
     import_module("torch._dynamo")
     program = sys.modules["__main__"]
     # multiprocessing imports the main program in a new process by its file or its spec; without both it imports none.

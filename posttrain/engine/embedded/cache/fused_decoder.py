@@ -37,7 +37,7 @@ FAMILIES = {
     "Qwen2ForCausalLM": "Qwen2",
     "Qwen3ForCausalLM": "Qwen3",
 }
-"""Architectures whose layers are exactly the one below, and the prefix of their classes in transformers."""
+"""Architectures whose layers are exactly what `FusedDecoder` computes, and the prefix of their classes' names."""
 BOUND = 1e-4
 """Largest relative difference allowed between fused and original hidden states."""
 

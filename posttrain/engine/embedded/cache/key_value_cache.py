@@ -44,7 +44,7 @@ class CachePool:
     A block holds its rows head after head, so that the data of one head is contiguous. Head k of row r is at
     `(r // BLOCK * K + k) * BLOCK + r % BLOCK`.
 
-    Models in narrower dtypes are cached in float32 too: products are then exact, and the ragged kernels take none.
+    Narrower dtypes are cached as float32 too: products are then exact, and the ragged kernels take nothing narrower.
 
     Args:
         kernels: the choice of kernels (`Model.kernels`).
