@@ -203,7 +203,7 @@ class SupervisedProcesses(Generic[P]):
             for process in self._everyone():
                 if (silent := process.silent()) > SILENT * timeout:
                     why = f"it gave no sign of life for {silent:.0f} s and was ended (placement.timeout)"
-                    await briefly(in_thread(process.host.kill, why), WATCH_EVERY)
+                    await briefly(in_thread(process.host.kill, why), WATCH_EVERY)  # Ray may take long, or never answer
             self._waits.begin_anew(self._excused())
             if stalled := self._waits.look(WATCH_EVERY):
                 raise EngineError(

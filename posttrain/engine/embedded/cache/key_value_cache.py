@@ -186,7 +186,7 @@ class _Pattern:
     rows_E: Tensor
     """int32: the place in the pool (`CachePool.places`) that each entry reads."""
     starts: Tensor
-    """int32 [H * B]: first entry of each bag, a head and a query."""
+    """int32 [H * B]: first entry of each bag; a bag has the entries of one head and one query."""
     places_E: Tensor
     """The place of each entry in the padded scores [H * B, width], flat."""
     width: int
