@@ -131,10 +131,10 @@ class EmbeddedEngine:
         self._paused = False
         self._drained: list[asyncio.Future[None]] = []
         """One for each `load` that waits: set once no turn is unfinished."""
+        # Runs the steps, in the loop that all waiting calls belong to. It ends where there is nothing to do, and
+        # `_go_on` starts another one.
         self._task: asyncio.Task[None] | None = None
-        """Runs the steps. It ends where there is nothing to do, and `_go_on` starts another one."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        """The event loop that the task and all waiting calls belong to."""
 
     @property
     def _scheduler(self) -> Scheduler:
