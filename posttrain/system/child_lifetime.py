@@ -23,6 +23,7 @@ from typing import Any
 from posttrain.system.terminal_output import tell
 
 PR_SET_PDEATHSIG = 1
+"""Linux: prctl's option by which the kernel sends this process a signal when its parent ends."""
 LOOK_SECONDS = 0.5
 """Seconds between two looks of `end_with` at the parent."""
 COMMAND = (
@@ -70,8 +71,7 @@ def end_with(name: str, parent: int) -> threading.Event:
                         " ends. A run goes on from its last checkpoint with --resume",
                         file=sys.stderr,
                     )
-                # `sys.exit` would end this thread alone. Nothing is finished or cleaned up: nobody waits for it any
-                # more.
+                # `sys.exit` would end this thread alone. Nothing is finished or cleaned up: nobody waits for it now.
                 os._exit(1)
 
     threading.Thread(target=look, name="looks for its parent", daemon=True).start()
@@ -114,13 +114,14 @@ class _Starter:
                 started.set_exception(error)
 
 
-_starting = threading.Lock()
-_started: list[_Starter] = []
+_starter_lock = threading.Lock()
+_starters: list[_Starter] = []
+"""The starter of this process, once it is needed; never more than one."""
 
 
 def _starter() -> _Starter:
     """The starter of this process. A forked process has no threads of its parent, so it gets a new one."""
-    with _starting:
-        if not _started or not _started[0].thread.is_alive():
-            _started[:] = [_Starter()]
-        return _started[0]
+    with _starter_lock:
+        if not _starters or not _starters[0].thread.is_alive():
+            _starters[:] = [_Starter()]
+        return _starters[0]

@@ -132,6 +132,7 @@ def to_plain(obj: object) -> Any:
 
 
 def _plain(value: Any, declared: Any, path: str) -> Any:
+    """A value as plain data. `declared`: the type of its field, which decides whether a tag is written."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         cls = type(value)
         if declared is Any:

@@ -96,7 +96,7 @@ def at_least(owner: object, path: str, **least: float) -> None:
     """ConfigError for the first of these fields of `owner` whose value is smaller than it may be; None passes. `path`
     stands before the name in the message."""
     for name, bound in least.items():
-        if (value := getattr(owner, name)) is not None and not value >= bound:
+        if (value := getattr(owner, name)) is not None and not value >= bound:  # `not >=`: NaN is refused too
             raise ConfigError(f"{path}{name}={value}: must be >= {bound}")
 
 

@@ -19,7 +19,7 @@ class LogRateLimit(logging.Filter):
     def __init__(self, lines: int = LINES, seconds: float = SECONDS) -> None:
         super().__init__()
         self.lines, self.seconds = lines, seconds
-        self._since, self._said, self._left_out = -seconds, 0, 0
+        self._since, self._said, self._left_out = -seconds, 0, 0  # so the first record begins a span of time
 
     def filter(self, record: logging.LogRecord) -> bool:
         now = time.monotonic()

@@ -27,7 +27,7 @@ CONTROL_GROUPS = (
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 """Of both versions of control groups: the folder, the files with the limit and with what is used, and the line of
-`memory.stat` with the part of it that the system frees when a program needs it: files that were read or written."""
+`memory.stat` with that part of what is used which the system frees when a program needs it: cached files."""
 
 
 def cores() -> int:

@@ -36,8 +36,8 @@ C = TypeVar("C", bound=QueuedCall)
 class WorkerThreads(Generic[C]):
     """At most `most` threads. They begin when calls need them, and end when they are closed.
 
-    The threads refer to this object. So its owner can be garbage-collected, and then closes it (`weakref.finalize`), if
-    neither `work` nor a call refers to the owner.
+    The threads keep this object alive, but not its owner, which closes it when it is garbage-collected itself
+    (`weakref.finalize`). For that, neither `work` nor a call may refer to the owner.
 
     Args:
         name: of the threads.
@@ -99,8 +99,7 @@ class WorkerThreads(Generic[C]):
             waiting, running, threads = list(self.waiting), self.running, list(self._threads)
             self.waiting.clear()
             self.lock.notify_all()
-        # Outside of the lock, because answers run the callbacks of a future in this thread, and the threads need the
-        # lock to end.
+        # Without the lock: answers run the callbacks of a future in this thread, and the threads need the lock to end.
         for call in waiting:
             call.refuse()
         for call in running:

@@ -36,7 +36,8 @@ def ids(text: str) -> np.ndarray:
 
 @cache
 def taught(steps: int = 60, lr: float = 300.0) -> Tensor:
-    """Log-probs [V, V] of the next character (column) after each character (row), by maximum likelihood."""
+    """Log-probs [V, V] of the next character (column) after each character (row), by maximum likelihood. `lr` is large
+    because the loss is a mean over all characters, and a row gets the gradient of its own few."""
     segments = []
     for sentence in SENTENCES:
         t = Transcript(Sampling(stop_ids=()))

@@ -50,6 +50,7 @@ class Sums:
 
     @cache  # noqa: B019  (worlds live as long as the program)
     def _taught(self, seed: int, hidden: int, steps: int, right: tuple[float, float]) -> NetworkPolicy:
+        """`taught` before it is copied. The copy is what its callers train, so the cached network stays as it is."""
         generator = torch.Generator().manual_seed(seed)
         policy = NetworkPolicy(self.features_PF, self.length, self.m, hidden, seed)
         prompt_E = torch.arange(self.prompts).repeat(20)

@@ -1,6 +1,5 @@
-"""Takes training steps in a small world: from the rewards of its answers to a gradient and a step of an optimizer. All
-is computed by the library. Axis letters: P prompts, G siblings, E = P * G answers of T tokens each, K reward
-sources."""
+"""Takes training steps in a small world, with the library's code: from the rewards of its answers to a gradient and a
+step of an optimizer. Axis letters: P prompts, G siblings, E = P * G answers of T tokens each, K reward sources."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ def _short_group(rewards_GK: np.ndarray) -> ScoredGroup:
 
 
 @cache
-def _of_pattern(a: Algorithm, rewards: tuple[tuple[float, ...], ...]) -> tuple[float, ...]:
+def _pattern_credit(a: Algorithm, rewards: tuple[tuple[float, ...], ...]) -> tuple[float, ...]:
     """Credit of each sibling of one group with these rewards [G, K]."""
     group = _short_group(np.array(rewards))
     return tuple(float(e.advantage[0][0]) for e in credit_step(a, [group], max_tokens=1, ema=0.0).groups[0].episodes)
@@ -59,7 +58,7 @@ def credit_by_pattern(a: Algorithm, rewards_PG: np.ndarray) -> np.ndarray:
     sorted_PGK = np.take_along_axis(rewards_PGK, order_PG[..., None], 1)
     # There are few different patterns: with rewards 0 and 1 a group of G has G + 1.
     patterns, which_P = np.unique(sorted_PGK.reshape(p, -1), axis=0, return_inverse=True)
-    table = np.array([_of_pattern(plain, tuple(map(tuple, x.reshape(g, -1).tolist()))) for x in patterns])
+    table = np.array([_pattern_credit(plain, tuple(map(tuple, x.reshape(g, -1).tolist()))) for x in patterns])
     out_PG = np.zeros((p, g))
     np.put_along_axis(out_PG, order_PG, table[which_P.reshape(-1)], 1)
     if a.whiten is None:
@@ -129,10 +128,12 @@ class ToyTrainer:
     policy: ToyPolicy
     optimizer: torch.optim.Optimizer
     g: int
+    """Siblings of a prompt."""
     seed: int
     minibatches: int = 1
     epochs: int = 1
     updates: int = 0
+    """Optimizer steps that were taken."""
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng([self.seed, 7])  # 7: a stream apart from others of this seed

@@ -40,7 +40,7 @@ from posttrain.system.errors import EngineError
 CACHE_BYTES = 4 << 30
 """Most bytes of the key-value cache. The cache grows up to this size when needed."""
 SETTLED = 8
-"""Turns of the event loop that `idle` waits for, in which an episode whose turn has ended may ask for its next one."""
+"""Rounds of the event loop that `idle` waits for, in which an episode whose turn has ended may ask for its next one."""
 Update = Literal["drain", "inflight", "stale"]
 
 
@@ -115,7 +115,7 @@ class EmbeddedEngine:
         self._version = version
         self._counters = EngineCounters(slots)
         proposer = self._make_proposer(speculate, device)
-        # A draft model's cache has the same rows, so both grow and are freed together.
+        # A draft model's cache has the same rows, so both grow and are freed together. `cache_bytes` does not bound it.
         if isinstance(proposer, DraftModel):
             self._pools += (proposer.served.pool,)
         self.draws_by_place = not isinstance(proposer, DraftModel)
@@ -131,6 +131,8 @@ class EmbeddedEngine:
         self._paused = False
         self._drained: list[asyncio.Future[None]] = []
         """One for each `load` that waits: set once no turn is unfinished."""
+        # Runs the steps, in the loop that all waiting calls belong to. It ends where there is nothing to do, and
+        # `_go_on` starts another one.
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -140,8 +142,7 @@ class EmbeddedEngine:
 
     @property
     def timeline(self) -> Timeline | None:
-        """The times at which each request was queued, admitted and finished; None where the engine does not record
-        them."""
+        """When each request was queued, admitted and finished; None where the engine does not record it."""
         return self._stepper.timeline
 
     @property
@@ -300,6 +301,7 @@ class EmbeddedEngine:
         self._scheduler.renew(version, stale=stale)
         self._version = version
         if stale:
+            # The gap is measured by computing the pending tokens, whose keys and values need rows: so `make_room`.
             self._counters.stale += self._served.stale_gap(self._scheduler.slots, self._scheduler.make_room())
 
     def _make_proposer(self, speculate: Lookup | Draft | None, device: str) -> Proposer | None:

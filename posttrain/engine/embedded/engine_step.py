@@ -33,7 +33,7 @@ class Stepper:
     proposer: Proposer | None = None
     timeline: Timeline | None = None
     others: tuple[CachePool, ...] = ()
-    """Pools beside the served model's, with the same rows."""
+    """Pools beside the served model's, with the same rows: of the other model of a mixture, and of a draft model."""
 
     @torch.inference_mode()
     def step(self, version: int, *, admit: bool) -> None:
@@ -49,7 +49,7 @@ class Stepper:
         # Hidden states of the generating slots and their drafts. The scheduler keeps those of prompts that it needs.
         rows = [self._forward(plan)[: plan.front]] if len(plan.ids) else []
         beginning = scheduler.begin()
-        self._copy()  # as are the last blocks of prompts with which several slots begin
+        self._copy()  # again: slots that share a prompt have got copies of its partly filled last block in `begin`
         # Prompts that end with this pass draw their first token with the slots that speak.
         at = generating
         if beginning:
@@ -66,7 +66,7 @@ class Stepper:
         if self.timeline is not None:
             self.timeline.step(begun, len(plan.ids), len(at))
         for s, _ in beginning:
-            if (request := scheduler.slots.request[s]) is not None:
+            if (request := scheduler.slots.request[s]) is not None:  # None: it has ended at once
                 self.mark(request, "speak")
         self._mark_moved()
 
@@ -192,16 +192,16 @@ class Stepper:
             for i, s in enumerate(at.tolist()):
                 self._stream_tokens(s, drawn.ids[i : i + 1].astype(np.int32), drawn.logp[i : i + 1])
         for s, by_id in zip(ended.tolist(), stopped.tolist(), strict=True):
-            if (request := slots.request[s]) is not None:
+            if (request := slots.request[s]) is not None:  # None: its callback has failed just now, which freed it
                 turn = self._with_experts(s, slots.turn(s, by_id))
                 self.scheduler.free(s)
                 self._answer(request, turn)
 
-    def _with_experts(self, s: int, said: SampledTurn) -> SampledTurn:
+    def _with_experts(self, s: int, turn: SampledTurn) -> SampledTurn:
         """A turn with the experts of every token that was computed for it, where the model is a mixture of them."""
         slots = self.scheduler.slots
         routed = self.served.routed(slots.table[s, : slots.cached[s]])
-        return said if routed is None else replace(said, routed=routed.copy())
+        return turn if routed is None else replace(turn, routed=routed.copy())
 
     def _stream_tokens(self, s: int, ids: np.ndarray, logp: np.ndarray) -> None:
         """Call the request's callback with its new tokens. If the callback fails, only this request gets the error."""

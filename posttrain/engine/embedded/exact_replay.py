@@ -36,7 +36,8 @@ def fixed_rows(slots: int) -> int:
 
 
 class SamplerReplay:
-    """Scores tokens as a deterministic engine with `slots` slots does, by a copy of the weights that follows them."""
+    """Scores tokens as a deterministic engine with `slots` slots does, by a copy of the learner's model. The copy takes
+    the learner's weights at each call."""
 
     def __init__(self, policy: Policy, slots: int) -> None:
         self._learner: nn.Module = policy.module
@@ -63,7 +64,7 @@ class SamplerReplay:
         if pool.rows < blocks * BLOCK:
             pool.grow(blocks)
         out = torch.empty(packed.spoken, device=pool.device)
-        # Spoken tokens in the order of their positions, so that two searches give those that a pass predicts.
+        # Spoken tokens in the order of their positions, so that two binary searches find the ones that a pass predicts.
         order = np.argsort(packed.source_M, kind="stable")
         sources = packed.source_M[order]
         mask = None if packed.kept is None else KeptMask(packed.kept, pool.device)

@@ -31,7 +31,7 @@ NOTHING = np.zeros(0, np.int64)
 
 @dataclass(eq=False)
 class Contracts:
-    """The contracts of B rows as columns."""
+    """The contracts of B rows as columns: a table of all slots, or (`at`) the rows that one draw takes from it."""
 
     beta: np.ndarray
     """float32: 1 / temperature."""
@@ -310,11 +310,11 @@ def kept_mask(z: Tensor, c: Contracts) -> Tensor:
 
 
 def _prefix(z: Tensor, c: Contracts, n: int) -> tuple[Tensor, Tensor]:
-    """The kept mask from the n most probable tokens, and the rows for which these n are enough. They are not where the
-    kept set reaches the value of the last one, which others may have too, nor where a top-k larger than n comes before
-    top-p, because the mass it leaves is unknown."""
+    """(bool [R, V]: the mask of kept tokens, from the n most probable ones; bool [R]: rows for which these n are
+    enough). They are not enough where the kept set reaches the value of the last of them, which tokens outside may have
+    too. Nor where a top-k larger than n comes before top-p, because the mass that it leaves is unknown."""
     size = z.shape[-1]
-    # In ascending order of ids, so that the stable sort by value gives ties to the lower id.
+    # None: all ids. Else in ascending order, so that the stable sort by value gives ties to the lower id.
     ids = torch.topk(z, n, sorted=False).indices.sort(-1).values if n < size else None
     values, order = torch.sort(z if ids is None else z.gather(1, ids), dim=-1, descending=True, stable=True)
     if ids is not None:
@@ -323,8 +323,7 @@ def _prefix(z: Tensor, c: Contracts, n: int) -> tuple[Tensor, Tensor]:
     inside = torch.arange(n, device=z.device) < top_k
     wide = values.double().masked_fill_(~inside, INF)
     # `norm` is the log of the mass that top-k leaves. Without top-k, or where top_k > n, the mass of the whole
-    # vocabulary is taken. That is wrong where top-k cuts behind these n tokens and top-p needs the mass; `beyond` marks
-    # such rows.
+    # vocabulary is taken. That is wrong where top-k cuts behind these n tokens and top-p needs the mass: see `beyond`.
     norm = wide.logsumexp(-1, keepdim=True)
     if n < size:
         norm = torch.where(top_k <= n, norm, z.double().logsumexp(-1, keepdim=True))

@@ -14,6 +14,7 @@ from posttrain.verifier.discover import Dialect, RemoteModel
 from posttrain.verifier.http_client import Endpoint
 
 STOPS = 4
+"""Most stop strings that OpenAI's API takes."""
 _EXTENDED: tuple[Dialect, ...] = ("posttrain", "vllm")
 """Dialects that have contract fields beyond OpenAI's."""
 
@@ -88,6 +89,7 @@ class EndpointSampler:
     """Base of the samplers over an endpoint. Its weights have version 0, and none can be loaded.
 
     Args:
+        look: what `discover` found at the endpoint: its model, and which fields it knows.
         cut: a contract whose top_p, top_k and min_p are sent in place of those given to `generate`. It is for
             evaluation: episodes with a truncating contract must hold kept sets, and an endpoint returns none.
     """
@@ -96,7 +98,7 @@ class EndpointSampler:
 
     def __init__(self, endpoint: Endpoint, look: RemoteModel, *, cut: Sampling | None = None) -> None:
         self.endpoint, self.look, self.cut = endpoint, look, cut
-        self._requests, self._tokens, self._retried = 0, 0, 0
+        self._requests, self._tokens, self._retried = 0, 0, 0  # the last: `endpoint.retried` at the last `gauges`
 
     @property
     def context(self) -> int:

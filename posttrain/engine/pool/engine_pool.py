@@ -2,8 +2,9 @@
 
 An answer is a function of its question, the weights and its place (law 8), so a turn whose engine died is asked again
 from another one, and a synchronous run ends as if nobody had died. All engines serve one version: while new weights
-come, no new turn is given away. A turn may cause a limited number of deaths. When only one is left, it is asked alone.
-If that engine dies too, the turn is guilty: it raises `UnanswerableTurn`, which fails its episode only.
+come, no new turn is given away. A turn may cause a limited number of deaths. With one death left, it is asked alone, of
+an engine that says no other turn. If that engine dies too, the turn is guilty: it raises `UnanswerableTurn`, which
+fails its episode only.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
     """Samples from `count` engines. See `all_started` for what is raised where one does not start.
 
     Args:
+        sender: publishes the weights of `load`, which the engines read by themselves.
         timeout: seconds that a turn, an update or a start may take.
         deaths: engines that one turn may kill.
         tolerance: nats by which two engines may differ in the log-prob of one token; 0: not at all.
-        end: ends what the engines share, after them.
+        end: ends what the engines share, such as a connection to a Ray cluster; called after they have been closed.
     """
 
     def __init__(
@@ -59,8 +61,9 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
         self.keeps_sets, self.draws_by_place = self._facts.keeps_sets, self._facts.draws_by_place
         self.context = self._facts.context
         self._parcel: Parcel | None = None
+        """The newest weights that were published: a new engine starts with them. None before the first `load`."""
         self._probe: np.ndarray | None = None
-        self._loads = self._turns = self._tokens = 0
+        self._loads = self._turns = self._tokens = 0  # loads that run now; turns delivered, and their tokens
 
     @property
     def engines(self) -> tuple[PooledEngine, ...]:
@@ -141,7 +144,7 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
         turn, tokens in flight, and deaths."""
         report = self._take_report()
         busy = [e.meter.take() for e in self.processes]
-        # The pool itself counts the tokens of delivered turns: that of the engines has turns that were asked twice.
+        # The pool itself counts the tokens of delivered turns: the engines also count turns that are asked twice.
         counted = {n: g.mean for n, g in report.gauges.items() if g.count and n != "engine/tokens"}
         if "engine/steps" in counted:  # each counts once, so their mean says nothing
             counted["engine/steps"] = report.gauges["engine/steps"].sum
@@ -291,12 +294,12 @@ class EnginePool(SupervisedProcesses[PooledEngine]):
             )
 
     async def _restart(self, number: int, process: PooledEngine) -> None:
-        # `_call` may have the lock: it raises EngineDied at once, and waits then for the new process.
+        # A `_call` that holds the lock gets EngineDied at once, gives the lock up, and waits for the new process.
         async with process.lock:
             await super()._restart(number, process)
 
     async def _prepare(self, process: PooledEngine, host: EngineHost) -> None:
-        if self._parcel is None:
+        if self._parcel is None:  # no push yet: the new process began with the weights that all others began with
             return
         # A new process holds no base, so a delta would be of no use to it.
         parcel = self._sender.whole(self._parcel.version)

@@ -45,7 +45,7 @@ COMMAND = "from {module} import serve; serve({fd})  # {name}"
 def serve(fd: int) -> None:
     """Make the engine of the first message, then answer until the learner's process has closed the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the learner decides when the run ends
-    faulthandler.enable()
+    faulthandler.enable()  # a crash of compiled code writes its stack into the log, whose end `last_words` quotes
     connection = Connection(fd)
     try:
         asyncio.run(_serve(connection))

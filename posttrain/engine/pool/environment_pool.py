@@ -3,8 +3,8 @@
 An episode whose process died is played again from its beginning in another one. Turns that were said are not asked
 again, and what the environment writes must be what it wrote, or the episode fails by name. So nothing is sampled twice,
 and an environment that is a function of its task and of what is said ends as if nobody had died. An episode may cause a
-limited number of deaths. When only one is left, it is played in a process that plays nothing else. If that dies too,
-the episode is guilty: it raises `UnanswerableTurn`.
+limited number of deaths. With one death left, it is played in a process that plays nothing else. If that dies too, the
+episode is guilty: it raises `UnanswerableTurn`.
 """
 
 from __future__ import annotations
@@ -48,15 +48,19 @@ class PlayedElsewhere:
 
     task: Task
     talk: Talk
+    """The conversation, which stays in this process."""
     environment: int
     others: bool
+    """Whether other seats have players of their own."""
     who: RequestOwner | None
     done: list[Move] = field(default_factory=list[Move])
+    """The moves that were done to the conversation, in order."""
     said: dict[int, Utterance] = field(default_factory=dict[int, Utterance])
     """Turns that were said, by their number in the episode."""
     turns: dict[int, asyncio.Task[Utterance]] = field(default_factory=dict[int, asyncio.Task[Utterance]])
     """Turns that are being said, by their number in the episode."""
     deaths: int = 0
+    """Processes that have died with it."""
     since: float = field(default_factory=time.monotonic)
 
     def __str__(self) -> str:
@@ -211,10 +215,10 @@ class EnvironmentPool(SupervisedProcesses[EnvironmentProcess]):
                 if coming is None:
                     coming = asyncio.ensure_future(self._waits.until(host.call("moves", number), episode, process.name))
                 await asyncio.wait({coming, *episode.turns.values()}, return_when=asyncio.FIRST_COMPLETED)
-                for turn, speaking in [(t, s) for t, s in episode.turns.items() if s.done()]:
+                for turn, ended in [(n, task) for n, task in episode.turns.items() if task.done()]:
                     del episode.turns[turn]
-                    if not speaking.cancelled():
-                        episode.said[turn] = speaking.result()
+                    if not ended.cancelled():
+                        episode.said[turn] = ended.result()
                         host.call("said", number, turn, episode.said[turn])
                 if not coming.done():
                     continue

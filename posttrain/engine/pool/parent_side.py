@@ -29,6 +29,7 @@ class EngineHost(ABC):
         """The reason why the engine cannot be asked any more; '' while it can."""
         self._lock = threading.Lock()
         self._open: dict[int, Future[Any]] = {}
+        """Calls that have no answer yet, by their number."""
         self._number = 0
         self._report = EngineReport()
 

@@ -19,8 +19,8 @@ from posttrain.engine.pool.turn_router import Beginnings, EngineLoad
 
 @dataclass(frozen=True)
 class BusyTime:
-    """The counts of a meter until now: seconds, seconds without a turn, and tokens in flight times the seconds they
-    were. The difference of two is what came between them."""
+    """The counts of a meter: seconds, seconds without a turn, and tokens in flight summed over time (tokens times
+    seconds). The difference of two readings is what came between them."""
 
     seconds: float
     idle: float
@@ -127,7 +127,7 @@ class PooledEngine(SupervisedProcess[PooledTurn]):
     version: int
     """Version of the weights that the engine serves."""
     served: str = ""
-    """Their fingerprint; '' for those that it was started with."""
+    """The fingerprint of these weights; '' for the weights that it was started with."""
     busy: int = 0
     """Tokens that it was asked for and has not answered yet."""
     meter: BusyMeter = field(default_factory=BusyMeter)

@@ -126,6 +126,7 @@ class NodeWatch:
     whoever waits is told. What was on another node has died, and starts elsewhere."""
 
     hosts: ClassVar[WeakSet[RayHost]] = WeakSet()
+    """All hosts of this process, with a `RayCluster` or without one. They are told when the node is gone."""
     gone: ClassVar[str] = ""
     """The reason why nothing can be started; '' where there is none."""
 

@@ -114,8 +114,10 @@ class PlayedTalk(PlayedSeat):
         super().__init__(self, None)
         self.tool_format, self.others = tool_format, others
         self.moves: list[Move] = []
-        self.told = asyncio.Event()
+        """Moves that the learner's side has not fetched yet (`HostedEnvironments.moves`)."""
+        self.told = asyncio.Event()  # set while there are any
         self.turns: dict[int, asyncio.Future[Utterance]] = {}
+        """Turns that were asked for and have not been said, by their number in the episode."""
         self.playing: asyncio.Task[None] | None = None
         self._count = 0
         self._left: LeftMove | None = None

@@ -2,8 +2,8 @@
 the conversation.
 
 Messages between the two can be lost, doubled or given to another episode, and an episode whose process died is played
-again. The two accounts are made from nothing that these ways share, so equal ones show that the environment heard what
-the conversation holds, and wrote what stands in it, each once.
+again. Each side makes its account from the calls of its own seats, and not from the messages. So equal accounts show
+that the environment heard what the conversation holds, and wrote what stands in it, each once.
 """
 
 from __future__ import annotations

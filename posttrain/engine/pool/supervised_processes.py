@@ -43,6 +43,7 @@ class SupervisedProcess(ABC, Generic[W]):
     host: EngineHost
     _: KW_ONLY
     held: dict[W, None] = field(default_factory=dict[W, None], init=False)
+    """Its work that has not ended, in the order in which it was given (a dictionary as an ordered set)."""
     restarts: int = 0
     starting: asyncio.Task[None] | None = None
     _sign: tuple[Future[Any], float] | None = field(default=None, init=False)
@@ -63,12 +64,12 @@ class SupervisedProcess(ABC, Generic[W]):
         return not self.host.died and not self.replacing
 
     def age(self) -> float | None:
-        """Seconds since the oldest that it holds was given to it; None where it holds nothing."""
+        """Seconds since the oldest work that it holds was given to it; None where it holds none."""
         times = [work.since for work in list(self.held)]
         return time.monotonic() - min(times) if times else None
 
     def silent(self) -> float:
-        """Seconds since a question without an answer; asks one where none is open."""
+        """Seconds for which a question for a sign of life is open; asks one where none is. 0 while it cannot answer."""
         if not self.ready:
             return 0.0
         # A process answers whenever its event loop runs, so a long silence is the age of the question that is open.
@@ -202,7 +203,7 @@ class SupervisedProcesses(Generic[P]):
             for process in self._everyone():
                 if (silent := process.silent()) > SILENT * timeout:
                     why = f"it gave no sign of life for {silent:.0f} s and was ended (placement.timeout)"
-                    await briefly(in_thread(process.host.kill, why), WATCH_EVERY)
+                    await briefly(in_thread(process.host.kill, why), WATCH_EVERY)  # Ray may take long, or never answer
             self._waits.begin_anew(self._excused())
             if stalled := self._waits.look(WATCH_EVERY):
                 raise EngineError(

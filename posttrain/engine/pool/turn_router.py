@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 BLOCK = 16
-"""Tokens of a block: engines share cached beginnings by whole blocks."""
+"""Tokens of a block: engines share cached beginnings by whole blocks, the embedded one by `cache_blocks.BLOCK`."""
 CALLS_AHEAD = 8
 """An engine may be ahead of the least busy one by this many turns of the present size, and still get the turn."""
 KEPT = 4096

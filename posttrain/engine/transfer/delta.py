@@ -2,9 +2,9 @@
 
 The bits of both tensors are read as integers of the dtype's width. An optimizer step moves a served weight by few
 units in the last place, so the differences of changed elements are small integers of either sign. They are written as
-2 |d| - (d < 0), which is small for small d, and where fewer than a quarter of the elements changed, beside the number
-of unchanged elements before each. Both are cut into planes: first the lowest byte of all numbers, then the next, ...
-The high planes are zero almost everywhere. All planes together are one stream of zlib.
+2 |d| - (d < 0), which is small for small d. Where at most a quarter of the elements changed, only these are written,
+each with its gap: the number of unchanged elements before it. Differences and gaps are cut into planes: first the
+lowest byte of all numbers, then the next, ... The high planes are zero almost everywhere. All are one stream of zlib.
 
     same     nothing changed: no bytes
     sparse   count (8 bytes), then the stream of gaps (int32) and differences
@@ -111,7 +111,7 @@ def _unfolded(z: np.ndarray) -> np.ndarray:
 def _squeeze(*numbers: np.ndarray) -> bytes:
     """All planes of these numbers, as one stream. Only run lengths and Huffman codes are used: looking for longer
     matches takes several times as long, and saves next to nothing on such planes."""
-    # -15: a bare stream without zlib's own checksum, since the tensor's digest is checked.
+    # Level 1, memory 9. -15: a bare stream without zlib's own checksum, since the tensor's digest is checked.
     stream = zlib.compressobj(1, zlib.DEFLATED, -15, 9, zlib.Z_RLE)
     parts: list[bytes] = []
     for x in numbers:

@@ -74,9 +74,10 @@ class ParcelSender:
                 f"version {version} was to be published after version {last.version}: an engine that took both would go"
                 " back. Publish versions in their order"
             )
-        # The size of this push is known only when its tensors have come, so that of the last push decides. With deltas
-        # every push is audited, because the digest of the base must cover all its bits.
+        # The size of this push is known only when its tensors have come, so the size of the last one decides. With
+        # deltas every push is audited, because the digest of the base must cover all its bits.
         audited = last is None or self._deltas or last.size < self._large or self._pushes % self._audit_every == 0
+        # Without base, place and entries, which come below.
         parcel = Parcel(
             *(version, None, self._carrier.transport, "", (), this_process()), followed=self._deltas, audited=audited
         )

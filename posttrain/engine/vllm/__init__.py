@@ -1,5 +1,5 @@
 """vLLM as a sampler: in this process (`inprocess`), or as a server (`vllm_server`) that is spawned or given by its
-address.
+address. Read first what both share: `sampling_parameters` and `sampler_requests`. `vllm_worker` runs inside of vLLM.
 
 No module imports vllm before an engine is built. `installed` raises an error that explains how to install it.
 """

@@ -187,8 +187,7 @@ class VLLMEngine(VLLMSampler):
             self._weights = WeightUpdates(
                 self._engine, self._expected, HotLoad.of(policy), self._counters, self._workers
             )
-            # One request before any weights were pushed: a model that cannot compute fails at the start, and not at the
-            # first turn.
+            # One request before any weights were pushed: a model that cannot compute fails here, not at a turn.
             self._score([0, 0], proof := Future())
             while not proof.done():
                 self._step()
@@ -233,6 +232,7 @@ class VLLMEngine(VLLMSampler):
         return True
 
     def _step(self) -> None:
+        """Run one step of vLLM; deliver the turns and scores that have ended, and tokens that are listened to."""
         begun = time.perf_counter()
         with quiet_compiler(self._eager):
             outputs = self._engine.step()
@@ -339,8 +339,7 @@ class VLLMEngine(VLLMSampler):
         try:
             fingerprint = self._weights.load(version, tensors, running=bool(self._asked))
         except Exception as error:
-            # Nobody knows which weights the layers hold, so nothing is generated with them, and the error ends the
-            # thread.
+            # Nobody knows which weights the layers hold, so nothing is generated with them: the error ends the thread.
             self.version = self._empty
             failure = EngineError(
                 f"{ROLE}: loading weights of version {version} failed, and it may hold parts of them: {error}"

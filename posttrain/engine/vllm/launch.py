@@ -142,7 +142,7 @@ def main() -> None:
     installed()
     # vLLM has its control routes in this mode only: remote calls, updates of weights, the emptying of the cache.
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"
-    os.environ.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "3600")
+    os.environ.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "3600")  # connections stay open while the learner computes
     given = {a.replace("_", "-") for a in sys.argv}  # vLLM's parser takes both spellings
     if "--enable-lora" in given:
         os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"

@@ -76,12 +76,13 @@ def cut_of(layer: Any, leaf: str) -> Cut | None:
     if isinstance(layer, QKVParallelLinear):
         # With more workers than key-value heads, several neighbours hold the same head.
         query_rank, kv_rank = rank, rank // layer.num_kv_head_replicas
+        # Of queries, keys and values: which part is here, heads of a part, heads of all, width of a head.
         sizes = [
             (query_rank, layer.num_heads, layer.total_num_heads, layer.head_size),
             (kv_rank, layer.num_kv_heads, layer.total_num_kv_heads, layer.head_size),
             (kv_rank, layer.num_kv_heads, layer.total_num_kv_heads, layer.v_head_size),
         ]
-        return _cut(count, 0, *[CutMatrix(total * size, at * n * size, n * size) for at, n, total, size in sizes])
+        return _cut(count, 0, *[CutMatrix(total * w, part * heads * w, heads * w) for part, heads, total, w in sizes])
     # Before ColumnParallelLinear, because MergedColumnParallelLinear and QKVParallelLinear are subclasses of it.
     if isinstance(layer, MergedColumnParallelLinear):
         return _cut(count, 0, *[CutMatrix(n, rank * (n // count), n // count) for n in layer.output_sizes])

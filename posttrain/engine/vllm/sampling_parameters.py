@@ -90,7 +90,7 @@ def fields(s: Sampling, place: int, limit: int, capabilities: Capabilities) -> d
         "logit_bias": bias or None,
         "allowed_token_ids": None if s.allowed_ids is None else list(s.allowed_ids),
         "bad_words": [],
-        "logprobs": _asked(s, capabilities.vocabulary),
+        "logprobs": _logprob_count(s, capabilities.vocabulary),
         "prompt_logprobs": None,
         # Text is needed to find stop strings, and costs time otherwise.
         "detokenize": bool(s.stop),
@@ -100,7 +100,7 @@ def fields(s: Sampling, place: int, limit: int, capabilities: Capabilities) -> d
     }
 
 
-def _asked(s: Sampling, vocabulary: int) -> int:
+def _logprob_count(s: Sampling, vocabulary: int) -> int:
     """Number of most probable tokens to ask for with every token: enough for the kept set and `top`, and one more,
     because a server counts the said token among them even where it is not one of them."""
     if s.top > vocabulary:
@@ -172,7 +172,7 @@ def _kept(row: dict[int, float], token: int, s: Sampling, capabilities: Capabili
         return np.array([token], np.int32)
     inside = sorted(i for i, x in row.items() if x > ZERO_PROBABILITY)
     # Where all that came have a positive probability, the kept set may go on behind the last of them, unless fewer came
-    # than `_asked` asks for: then there are no others.
+    # than `_logprob_count` asks for: then there are no others.
     if len(inside) == len(row) < capabilities.vocabulary and len(row) > s.top_k + TIES - 1:
         raise EngineError(
             f"more than {TIES} tokens have the same probability at the border of top_k={s.top_k}, so the kept set was"

@@ -66,7 +66,7 @@ class SpawnedServer:
                 | workers_environment(workers, eager)
                 | {PARENT: str(os.getpid()), FOLDER: self._folder.name},
             )
-        self._why = ""
+        self._why = ""  # why the server has ended, once `ended` has seen that it has
         atexit.register(self.close)
         try:
             self._wait()

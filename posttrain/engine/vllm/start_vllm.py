@@ -101,11 +101,11 @@ def workers_environment(workers: int, eager: bool) -> dict[str, str]:
 def build(policy: Policy, slots: int, cache_bytes: int, eager: bool, workers: int = 1) -> Any:
     """The engine. What vLLM changes in this process is restored: random states, torch's thread setting, environment."""
     level = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
-    beside = workers_environment(workers, eager)
+    for_workers = workers_environment(workers, eager)
     with (
         _program_hidden() if workers > 1 else nullcontext(),
         # 0: the engine's core runs in this process, where its steps can be called one by one.
-        _environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL=level, **beside),
+        _environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL=level, **for_workers),
         generators_kept(),
         _threads_kept(),
         # The description is needed during the start only.
@@ -159,8 +159,8 @@ def _environment(**values: str) -> Iterator[None]:
 def _program_hidden() -> Iterator[None]:
     """Inside, processes that `multiprocessing` begins do not import the user's program again: a run that it starts at
     its top would start once more in each worker."""
-    # It reads TORCHDYNAMO_DISABLE once, as it is imported. So `build` enters this block before the one that sets the
-    # variable, which is meant for the workers alone.
+    # torch._dynamo reads TORCHDYNAMO_DISABLE once, as it is imported. So `build` enters this block before the one that
+    # sets the variable, which is meant for the workers alone.
     import_module("torch._dynamo")
     program = sys.modules["__main__"]
     # multiprocessing imports the main program in a new process by its file or its spec; without both it imports none.

@@ -65,7 +65,7 @@ class VLLMServer(VLLMSampler):
         workers: int = 1,
     ) -> None:
         super().__init__(policy, replace(capabilities_of(policy), sequences=False), workers, inflight)
-        self._hot = HotLoad.of(policy)
+        self._hot = HotLoad.of(policy)  # None where all weights train
         self._adapter: str | None = None
         """Name under which the server holds the adapter."""
         self._dtype = str(policy.dtype).removeprefix("torch.")
@@ -85,13 +85,15 @@ class VLLMServer(VLLMSampler):
 
         heard: called once, with the whole turn, when it has ended.
         """
-        o = check_request(ids, sampling, place, self._capabilities)
+        request = check_request(ids, sampling, place, self._capabilities)
         # The gate knows of this run's turns only. Another program that asks the same server is not held back.
         async with self._gate.turn(stays=self.inflight):
             if self.version == self._empty:
                 raise EngineError(f"{ROLE} ({self._endpoint.url}) was sent no weights yet: push them first (Sync.push)")
             begun = time.perf_counter()
-            reply = await self._generate(o.ids, fields(o.sampling, o.place, o.limit, self._capabilities))
+            reply = await self._generate(
+                request.ids, fields(request.sampling, request.place, request.limit, self._capabilities)
+            )
             self._counters.spent("engine/turn", begun)
         try:
             choice = reply["choices"][0]
@@ -101,8 +103,8 @@ class VLLMServer(VLLMSampler):
             cached = (reply["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise self._broken(f"its answer lacks {error}: is it vLLM 0.32 or newer?") from error
-        result = said(answer, o.sampling, o.limit, o.end, self._capabilities)
-        self._counters.delivered(result, o.ids, cached)
+        result = said(answer, request.sampling, request.limit, request.end, self._capabilities)
+        self._counters.delivered(result, request.ids, cached)
         if heard is not None:
             heard(result.ids, result.logp)
         return result
@@ -135,8 +137,7 @@ class VLLMServer(VLLMSampler):
         name, hot, checked = f"posttrain-{self._name}-{version}", self._hot, self._expected.checked(tensors)
         staged = StagedTensors(self._share, name)
         try:
-            # Whole tensors are written before the gate closes: this takes long, and turns go on meanwhile. An adapter
-            # is small.
+            # Whole tensors are written before the gate closes: this takes long, and turns go on. An adapter is small.
             if hot is None:
                 staged.write(checked)
                 update = partial(self._send, staged, version)
@@ -182,7 +183,7 @@ class VLLMServer(VLLMSampler):
         """Empty the cache, then return what each worker answers about the tensors that it computes with."""
         await self._empty_cache()
         answers = await self._call("posttrain_digests", json.dumps(wanted))
-        for error in [one["error"] for one in answers if "error" in one]:
+        for error in [answer["error"] for answer in answers if "error" in answer]:
             raise self._broken(error)
         return answers
 
@@ -246,7 +247,8 @@ class VLLMServer(VLLMSampler):
         self._checked = True
 
     async def _call(self, method: str, *args: str, of_all: bool = True) -> list[dict[str, Any]]:
-        """Call a method of `vllm_worker.ServedWeights` on the server's workers. `of_all`: each of them must answer."""
+        """Call a method of `vllm_worker.ServedWeights` on the server's workers; returns their answers. `of_all`: there
+        must be `engine.workers` of them, else at least one."""
         try:
             reply = await self._post(
                 "/collective_rpc", {"method": method, "args": list(args), "timeout": self._patience.answer}, again=True
@@ -258,8 +260,8 @@ class VLLMServer(VLLMSampler):
                 ) from error
             raise
         results = (reply or {}).get("results") or []
-        right = len(results) == self._workers if of_all else bool(results)
-        if not right or not all(isinstance(one, dict) for one in results):
+        enough = len(results) == self._workers if of_all else bool(results)
+        if not enough or not all(isinstance(result, dict) for result in results):
             raise self._broken(
                 f"{method} was answered by {len(results)} workers, and engine.workers={self._workers}; {START_ADVICE}"
             )

@@ -35,7 +35,7 @@ from posttrain.engine.vllm.start_vllm import BACKEND
 from posttrain.engine.vllm.worker_parts import WorkerPart
 
 ROWS = 512
-"""Rows of the identity matrix in one probe of a layer."""
+"""Rows of the identity matrix in one probe of a layer. It bounds the memory of a probe; what is read is the same."""
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 """Endings of the names of GPT-2's Conv1D weights. They are [in, out], and vLLM transposes them to [out, in]."""
 ADAPTER = re.compile(r"(.+)\.lora_([AB])\.default\.weight")

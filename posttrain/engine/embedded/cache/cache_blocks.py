@@ -33,11 +33,12 @@ class Blocks:
         self.capacity = 0
         """Blocks that exist."""
         self._count = np.zeros(0, np.int32)
+        """Owners of each block."""
         self._cached = np.zeros(0, bool)
         """Whether one of the owners is the prefix tree."""
         self._free = np.zeros(0, np.int64)
+        """The stack: its first `free` entries are the blocks without an owner, and the last of these is taken first."""
         self.free = 0
-        """Blocks without an owner."""
 
     @property
     def spare(self) -> int:
@@ -51,7 +52,7 @@ class Blocks:
 
     def fits(self, n: int) -> bool:
         """Returns whether `n` more blocks can be taken, if spare ones are evicted."""
-        # The first test is cheap, and mostly true. `in_use` counts all blocks, without the spare ones.
+        # The first test is cheap, and mostly true; `in_use` looks at every block. `most - capacity` do not exist yet.
         return n <= self.free + self.most - self.capacity or n <= self.most - self.in_use
 
     def owners(self, block: int) -> int:
@@ -62,7 +63,7 @@ class Blocks:
         """Add blocks up to `capacity`; the lowest new one is taken first."""
         free = np.empty(capacity, np.int64)
         new = capacity - self.capacity
-        # The stack is taken from its end: blocks that were free before come first, then the new ones from the lowest.
+        # Taken from the end of the stack: blocks that were free before come first, then the new ones from the lowest.
         free[:new] = np.arange(capacity - 1, self.capacity - 1, -1)
         free[new : new + self.free] = self._free[: self.free]
         self._count = np.concatenate([self._count, np.zeros(new, np.int32)])

@@ -129,7 +129,8 @@ class CachedModel:
 
     @torch.inference_mode()
     def stale_gap(self, slots: Slots, at: np.ndarray) -> Gauge:
-        """Expected |difference| of the next token's log-prob between cached and fresh keys and values, per slot."""
+        """Expected |difference| of the next token's log-prob between cached and fresh keys and values, per slot. It is
+        measured after a load with update="stale"."""
         if not len(at):
             return Gauge(0, 0)
         # The new weights compute the pending token over the old keys and values, and with all tokens computed anew.
@@ -142,4 +143,5 @@ class CachedModel:
         return Gauge(float((fresh.exp() * (fresh - stale).abs()).sum()), len(at))
 
     def _to(self, x: np.ndarray) -> Tensor:
+        """The array on the device of the pool."""
         return torch.from_numpy(x).to(self.pool.device)

@@ -42,16 +42,19 @@ class PrefillPieces:
 
 @dataclass(eq=False)
 class Plan:
-    """One forward pass. Its positions: generating slots and short pieces (ragged), starts of prompts, chunks, idle."""
+    """One forward pass of N positions, in this order: those of generating slots and of short pieces (ragged), starts of
+    prompts (dense), later pieces (chunks), idle ones."""
 
     generating: np.ndarray
     """Slots whose pending token is computed."""
     front: int
     """Positions of the generating slots, at the front of the pass: pending tokens and their drafts."""
     ids: np.ndarray
+    """int64 [N]: the tokens."""
     positions: np.ndarray
+    """int64 [N]: where each stands in its sequence."""
     rows: np.ndarray
-    """Pool row of every position that is not idle."""
+    """Pool row of every position that is not idle: there its keys and values are written."""
     visible: np.ndarray
     """Pool rows. Ragged position i sees `lengths[i]` of them from `starts[i]` on."""
     starts: np.ndarray
@@ -113,10 +116,10 @@ def make_plan(s: Slots, at: np.ndarray, drafts: Drafts | None, pieces: PrefillPi
 
 def room_in_lanes(computed: int, left: int, budget: int, lanes: int) -> int:
     """Returns the number of prompt positions to compute in a pass with `computed` other ones, where `left` prompt
-    positions are not cached yet. Positions that would begin one more vector of lanes without filling it wait for the
-    next pass: with 64 slots and short prompts, one lane in nine would be idle otherwise."""
+    positions are not cached yet and a pass has at most `budget`. Positions that would begin one more vector of lanes
+    without filling it wait for the next pass: else, with 64 slots and short prompts, one lane in nine would be idle."""
     # Whole vectors only if that still leaves a position for prompts, and if all that is wanted would be computed.
     wanted = computed + left
     whole = wanted // lanes * lanes
-    least, most = LANES_PAY
-    return (whole if least <= computed < whole and wanted < min(most, budget) else budget) - computed
+    least_computed, most_wanted = LANES_PAY
+    return (whole if least_computed <= computed < whole and wanted < min(most_wanted, budget) else budget) - computed

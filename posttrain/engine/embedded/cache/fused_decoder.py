@@ -37,7 +37,7 @@ FAMILIES = {
     "Qwen2ForCausalLM": "Qwen2",
     "Qwen3ForCausalLM": "Qwen3",
 }
-"""Architectures whose layers are exactly the one below, and the prefix of their classes in transformers."""
+"""Architectures whose layers are exactly what `FusedDecoder` computes, and the prefix of their classes' names."""
 BOUND = 1e-4
 """Largest relative difference allowed between fused and original hidden states."""
 
@@ -87,6 +87,7 @@ class FusedDecoder:
         self._memory = none = torch.zeros(0)
         self._head_memory = none, none, none, none
         self._merged: list[tuple[nn.Module, Tensor]] = []
+        """Each layer with an adapter, and the merged copy of its weight, which `refresh` writes again."""
         self._embed, self._norm = decoder.embed_tokens, decoder.norm
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._width: int = decoder.layers[0].self_attn.head_dim
@@ -151,11 +152,11 @@ class FusedDecoder:
         s, count = self._sizes, len(input_ids)
         wide = compile_native.stride(count)
         h, k, d = s.H, s.K, s.D
-        heads, query, key, value = self._head_room(count)
+        heads, query, key, value = self._head_matrices(count)
         # In the order of the fields of `struct pass`: x, normed, qkv, seen, both, inner.
-        rooms = self._room((s.E, s.E, (h + 2 * k) * d, h * d, 2 * s.F, s.F), wide)
+        matrices = self._matrix_addresses((s.E, s.E, (h + 2 * k) * d, h * d, 2 * s.F, s.F), wide)
         tables = self._cos.data_ptr(), self._sin.data_ptr(), input_ids.data_ptr(), position_ids.data_ptr()
-        pass_memory = compile_native.Pass(*rooms, heads.data_ptr(), *tables, count, wide)
+        pass_memory = compile_native.Pass(*matrices, heads.data_ptr(), *tables, count, wide)
         sizes, pass_address = ctypes.addressof(s), ctypes.addressof(pass_memory)
         kernels.begin(sizes, pass_address, self._embed.weight.data_ptr())
         # Queries, keys and values lie at the same addresses in every layer, so attention is bound once a pass.
@@ -173,7 +174,7 @@ class FusedDecoder:
         kernels.end(sizes, pass_address, self._norm.weight.data_ptr(), self._norm.variance_epsilon, out.data_ptr())
         return out
 
-    def _head_room(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _head_matrices(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Memory [N, heads, D], reused if it fits, and views of queries, keys and values [1, heads, N, D]."""
         if len(self._head_memory[0]) != count:
             h, k, d = self._heads, self._kv_heads, self._width
@@ -182,11 +183,12 @@ class FusedDecoder:
             self._head_memory = heads, query, key, value
         return self._head_memory
 
-    def _room(self, features: tuple[int, ...], wide: int) -> list[int]:
+    def _matrix_addresses(self, features: tuple[int, ...], wide: int) -> list[int]:
         """Addresses of matrices [features, wide]. Their memory is reused: new memory costs more than small products."""
         if self._memory.numel() < sum(features) * wide:
             self._memory = torch.zeros(sum(features) * wide + compile_native.LANES)
-        # Every matrix begins at a vector of 64 bytes: `wide` is a multiple of one; 4 is the size of a float.
+        # Every matrix begins at a vector of 64 bytes: `wide` is a multiple of one; 4 is the size of a float. The LANES
+        # more above (16 floats, 64 bytes) are what rounding the start up may take.
         start = -(-self._memory.data_ptr() // 64) * 64
         return [start + 4 * wide * before for before in itertools.accumulate((0, *features[:-1]))]
 

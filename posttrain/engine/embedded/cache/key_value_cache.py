@@ -44,7 +44,7 @@ class CachePool:
     A block holds its rows head after head, so that the data of one head is contiguous. Head k of row r is at
     `(r // BLOCK * K + k) * BLOCK + r % BLOCK`.
 
-    Models in narrower dtypes are cached in float32 too: products are then exact, and the ragged kernels have no other.
+    Narrower dtypes are cached as float32 too: products are then exact, and the ragged kernels take nothing narrower.
 
     Args:
         kernels: the choice of kernels (`Model.kernels`).
@@ -66,8 +66,8 @@ class CachePool:
         self.rows = 0
         self._reserved_rows = 0
         self._reserved_memory: list[tuple[Tensor, Tensor]] = []
-        self.keys = [self._rows(0, s.key) for s in shapes]
-        self.values = [self._rows(0, s.value) for s in shapes]
+        self.keys = [self._zeros(0, s.key) for s in shapes]
+        self.values = [self._zeros(0, s.value) for s in shapes]
         # torch warns once a process, at its first CSR tensor. That first one is made here, where the warning can be
         # dropped without hiding others.
         with warnings.catch_warnings():
@@ -92,7 +92,7 @@ class CachePool:
         if rows > self._reserved_rows:
             self._reserved_rows = rows * RESERVE if self.device.type == "cpu" else rows
             self._reserved_memory = [
-                (self._rows(self._reserved_rows * s.heads, s.key), self._rows(self._reserved_rows * s.heads, s.value))
+                (self._zeros(self._reserved_rows * s.heads, s.key), self._zeros(self._reserved_rows * s.heads, s.value))
                 for s in self.shapes
             ]
             for reserved, *pools in zip(self._reserved_memory, self.keys, self.values, strict=True):
@@ -106,8 +106,8 @@ class CachePool:
         """Free all memory of the pool. It holds nothing until it grows again."""
         self.rows = self._reserved_rows = 0
         self._reserved_memory = []
-        self.keys = [self._rows(0, s.key) for s in self.shapes]
-        self.values = [self._rows(0, s.value) for s in self.shapes]
+        self.keys = [self._zeros(0, s.key) for s in self.shapes]
+        self.values = [self._zeros(0, s.value) for s in self.shapes]
 
     def copy(self, source: np.ndarray, to: np.ndarray) -> None:
         """Copy rows, before one of the owners of their block writes to it."""
@@ -129,8 +129,8 @@ class CachePool:
         head = torch.arange(heads, device=rows_N.device)[:, None]
         return ((rows_N // BLOCK * heads + head) * BLOCK + rows_N % BLOCK).flatten()
 
-    def _rows(self, n: int, width: int) -> Tensor:
-        """Zeros. On a CPU they take no memory before they are written."""
+    def _zeros(self, n: int, width: int) -> Tensor:
+        """[n, width]: zeros. On a CPU they take no memory before they are written."""
         size = n * width * self.dtype.itemsize
         if self.device.type != "cpu" or not size:
             return torch.zeros(n, width, dtype=self.dtype, device=self.device)
@@ -143,11 +143,11 @@ class RoutedPool(CachePool):
     the rows of the pool, so they are shared, copied and kept with the keys and values that they made."""
 
     _routed = np.zeros((0, 0, 0), np.int16)
-    """int16 [rows, R, K]."""
+    """int16 [rows, R, K]: in R routers, the K experts of each cached token."""
 
     def grow(self, blocks: int) -> None:
         super().grow(blocks)
-        self._room()
+        self._grow_choices()
 
     def release(self) -> None:
         super().release()
@@ -163,15 +163,15 @@ class RoutedPool(CachePool):
         # How many routers and experts there are is seen at the first pass.
         if self._routed.shape[1:] != chosen.shape[1:]:
             self._routed = np.zeros((0, *chosen.shape[1:]), np.int16)
-        self._room()
+        self._grow_choices()
         self._routed[rows] = chosen
 
     def routed(self, rows: np.ndarray) -> np.ndarray:
         """int16 [T, R, K]: the choices of the tokens in these rows."""
         return self._routed[rows]
 
-    def _room(self) -> None:
-        """Give the choices as many rows as the pool has. New rows hold UNKNOWN."""
+    def _grow_choices(self) -> None:
+        """Give `_routed` as many rows as the pool has. New rows hold UNKNOWN."""
         if (missing := self.rows - len(self._routed)) > 0:
             unknown = np.full((missing, *self._routed.shape[1:]), UNKNOWN, np.int16)
             self._routed = np.concatenate([self._routed, unknown])
@@ -179,19 +179,21 @@ class RoutedPool(CachePool):
 
 @dataclass(frozen=True, eq=False)
 class _Pattern:
-    """The entries for one (H, K, window): the pool row that each reads, and its place in the padded score matrix."""
+    """The entries for one (H, K, window). An entry is one score, of a query head with a row that the query sees."""
 
     csr: Tensor
     """[H * B, rows * K]; every layer overwrites its values."""
     rows_E: Tensor
+    """int32: the place in the pool (`CachePool.places`) that each entry reads."""
     starts: Tensor
-    """int32 [H * B]: first entry of each bag."""
+    """int32 [H * B]: first entry of each bag; a bag has the entries of one head and one query."""
     places_E: Tensor
+    """The place of each entry in the padded scores [H * B, width], flat."""
     width: int
 
 
 AttendLayer = Callable[[int, float, int | None], None]
-"""(layer, scaling, window)"""
+"""Attends in one layer: (index of the layer, scaling of the scores, window; None: no window)."""
 
 
 class CachedLayout:
@@ -206,6 +208,7 @@ class CachedLayout:
     """
 
     routing: Any = None
+    """The `Routing` in which the routers of this pass note their choices; None: nothing is noted."""
 
     def __init__(
         self,
@@ -222,9 +225,13 @@ class CachedLayout:
         self._rows_N = torch.from_numpy(rows_N).to(pool.device)
         self._visible_T, self._lengths_B = visible_T, lengths_B
         self._starts_B = np.cumsum(lengths_B) - lengths_B if starts_B is None else starts_B
-        self._bags = [torch.from_numpy(np.ascontiguousarray(x)) for x in (visible_T, self._starts_B, lengths_B)]
+        # For the compiled code, which reads them by their addresses.
+        self._ragged_tables = [
+            torch.from_numpy(np.ascontiguousarray(x)) for x in (visible_T, self._starts_B, lengths_B)
+        ]
         self._patterns: dict[tuple[int, int, int | None], _Pattern] = {}
         self._seen = torch.zeros(0)
+        """[B, H, D]: the result of the layer that attended last, by compiled code."""
 
     def attend(self, call: AttentionCall) -> Tensor:
         """[1, N, H, D]: the output of one layer: ragged queries first, then starts of prompts, then later chunks."""
@@ -276,7 +283,7 @@ class CachedLayout:
         # One result for all layers: each has been read by the time the next layer attends.
         if self._seen.shape != shape:
             self._seen = torch.empty(shape)
-        visible_T, starts_B, lengths_B = self._bags
+        visible_T, starts_B, lengths_B = self._ragged_tables
         return compile_native.library().attend(
             key, value, self._rows_N, query, visible_T, starts_B, lengths_B, self._seen, softcap
         )
@@ -337,12 +344,12 @@ class CachedLayout:
 
     def _pattern(self, heads: int, kv_heads: int, window: int | None) -> _Pattern:
         """The indices for all layers of one shape. They are made once per forward pass."""
-        at = (heads, kv_heads, window)
-        if at not in self._patterns:
-            self._patterns[at] = self._build(*at)
-        return self._patterns[at]
+        shape = (heads, kv_heads, window)
+        if shape not in self._patterns:
+            self._patterns[shape] = self._build_pattern(*shape)
+        return self._patterns[shape]
 
-    def _build(self, heads: int, kv_heads: int, window: int | None) -> _Pattern:
+    def _build_pattern(self, heads: int, kv_heads: int, window: int | None) -> _Pattern:
         """The indices by which the sparse product and the embedding bag find their rows in the pool."""
         # With a window a query sees its last rows only: fewer of them, from a later place on.
         lengths_B = self._lengths_B if window is None else np.minimum(self._lengths_B, window)

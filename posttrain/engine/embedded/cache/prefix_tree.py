@@ -2,7 +2,7 @@
 
 An edge is the tokens of one block. A node is the block that holds their keys and values, computed after all tokens
 above it. Inner nodes are full; a leaf may be partial, so that an episode's next turn finds all of its last one. A
-sequence that leaves a cached one inside a block copies the rows before it. The roots are weight versions, so those of
+sequence that leaves a cached one inside a block copies the rows before it. The roots are weight versions, so blocks of
 other weights are never found. The least recently used blocks are evicted first, and a leaf before its parent.
 """
 
@@ -28,6 +28,7 @@ class _Node:
     edge: tuple[int, bytes]
     """(serial of the parent, token ids of the block)"""
     serial: int
+    """Its number in the order of insertion, never used twice. Edges name their parent by it."""
     block: int
     parent: _Node | None
     children: int = 0
@@ -35,10 +36,10 @@ class _Node:
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """The cached beginning of a sequence: whole blocks (int64), then `extra` rows at the start of `tail`."""
+    """The cached beginning of a sequence: whole blocks (int64), then `extra` rows at the start of block `tail`."""
 
     blocks: np.ndarray
-    tail: int = -1
+    tail: int = -1  # no block
     extra: int = 0
 
     @property
@@ -70,9 +71,9 @@ class PrefixTree:
         if not self._nodes:
             return Match(np.zeros(0, np.int64))
         # Whole blocks, then the best partly equal one. Its rows are copied, since two sequences write behind them.
-        path, at = self._walk(ids, most // BLOCK)
+        path, last_serial = self._walk(ids, most // BLOCK)
         done = len(path) * BLOCK
-        partial = self._partial_match(at, ids[done : min(most, done + BLOCK)])
+        partial = self._partial_match(last_serial, ids[done : min(most, done + BLOCK)])
         blocks = np.array([n.block for n in path], np.int64)
         if partial is None:
             self._touch(path)
@@ -81,19 +82,19 @@ class PrefixTree:
         self._touch([*path, node])
         return Match(blocks, node.block, extra)
 
-    def _partial_match(self, at: int, wanted: np.ndarray) -> tuple[_Node, int] | None:
-        """(the block below node `at` that begins with most tokens of `wanted`, how many these are); None where no block
-        begins with the first of them.
+    def _partial_match(self, last_serial: int, wanted: np.ndarray) -> tuple[_Node, int] | None:
+        """(the block below node `last_serial` that begins with most tokens of `wanted`, how many these are); None where
+        no block begins with the first of them.
 
         A sequence that leaves a cached one inside a block need not compute the tokens before that place again. Only the
         newest `LOOKED_AT` blocks are compared.
         """
         best: tuple[_Node, int] | None = None
-        for node in self._below.get((at, int(wanted[0])), ())[-LOOKED_AT:] if len(wanted) else ():
+        for node in self._below.get((last_serial, int(wanted[0])), ())[-LOOKED_AT:] if len(wanted) else ():
             tokens = np.frombuffer(node.edge[1], np.int32)[: len(wanted)]
             differing = np.flatnonzero(tokens != wanted[: len(tokens)])
             same = int(differing[0]) if len(differing) else len(tokens)
-            if best is None or same >= best[1]:
+            if best is None or same >= best[1]:  # of equal ones the newest, which stands last
                 best = node, same
         return best
 
@@ -103,11 +104,11 @@ class PrefixTree:
         these: a block with a child cannot be evicted, so it must not be spare while a caller holds the child."""
         # Two requests may have computed the same block at once. The tree keeps the first, and the caller takes that one
         # over and gives its own up (`Scheduler._take_over`): so no spare block lies above one that is in use.
-        path, at = self._walk(ids, len(ids) // BLOCK)
+        path, last_serial = self._walk(ids, len(ids) // BLOCK)
         new: list[int] = []
         for i in range(len(path), len(blocks)):
             # The last edge may be shorter than a block. `_partial_match` alone finds it.
-            edge = (at, ids[i * BLOCK : (i + 1) * BLOCK].tobytes())
+            edge = (last_serial, ids[i * BLOCK : (i + 1) * BLOCK].tobytes())
             node = self._nodes.get(edge)
             if node is None:
                 parent = path[-1] if path else None
@@ -116,10 +117,10 @@ class PrefixTree:
                 if parent is not None:
                     parent.children += 1
                 self._nodes[edge] = self._order[node.serial] = node  # type: ignore[assignment]
-                self._below.setdefault((at, int(ids[i * BLOCK])), []).append(node)
+                self._below.setdefault((last_serial, int(ids[i * BLOCK])), []).append(node)
                 new.append(node.block)
             path.append(node)
-            at = node.serial
+            last_serial = node.serial
         if new:
             self._blocks.cache(np.array(new, np.int64))
         self._touch(path)
@@ -164,14 +165,14 @@ class PrefixTree:
     def _walk(self, ids: np.ndarray, most: int) -> tuple[list[_Node], int]:
         """(nodes of the cached full blocks of `ids`, at most `most`; serial of the last one or of the root)."""
         path: list[_Node] = []
-        at = self._root
+        last_serial = self._root
         for i in range(most):
-            node = self._nodes.get((at, ids[i * BLOCK : (i + 1) * BLOCK].tobytes()))
+            node = self._nodes.get((last_serial, ids[i * BLOCK : (i + 1) * BLOCK].tobytes()))
             if node is None:
                 break
             path.append(node)
-            at = node.serial
-        return path, at
+            last_serial = node.serial
+        return path, last_serial
 
     def _touch(self, path: list[_Node]) -> None:
         """Mark these as used now. A parent is marked after its child, so it is evicted later."""

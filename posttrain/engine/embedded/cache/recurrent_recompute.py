@@ -38,7 +38,7 @@ class RecomputedModel(CachedModel):
             raise EngineError(f"a vocabulary of {self.vocabulary:,} ids: at most {MOST_IDS:,} can be cached")
         # No attention runs over this pool, so it needs no compiled kernels.
         self.pool = CachePool([TOKEN], torch.float32, self.read_out.weight.device, "torch")
-        self.fused, self.lanes, self._rows = False, 1, None
+        self.fused, self.lanes, self._rows = False, 1, None  # `refuse_same_bits` has refused fixed rows
         self._layout = RowLayout(self.kernels)
 
     def load(self, tensors: Iterable[tuple[str, Any]]) -> None:

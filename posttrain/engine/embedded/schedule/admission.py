@@ -52,8 +52,7 @@ class Admission:
         return np.ascontiguousarray(tokens, np.int32)
 
     def request(self, ids: np.ndarray, sampling: Sampling, place: int, heard: TokenCallback | None) -> GenerateCall:
-        """A request of the running event loop for token ids [T]; DataError, ConfigError or EngineError
-        where it cannot be served."""
+        """A request of this event loop for ids [T]; DataError, ConfigError or EngineError where it cannot be met."""
         if np.ndim(ids) == 1 and len(ids) >= self.context:
             raise DataError(
                 f"a prompt of {len(ids)} tokens leaves no room in a context of {self.context}: shorten one or raise the"

@@ -58,10 +58,12 @@ class EngineCounters:
     def _reset(self) -> None:
         self._tokens = self._turns = self._steps = self._spoke = self._longest = 0
         self._linear, self._attention = np.zeros(2), np.zeros(2)
-        """Amounts that were computed, and the parts of them that were needed."""
+        """Each [2]: the amount that was computed, and the part of it that was needed."""
         self._prefilled = 0
+        """Prompt tokens that were computed."""
         self._drafted = self._accepted = 0
         self._kv = np.zeros(2)
+        """[2]: blocks that sequences hold, and blocks that their tokens fill."""
         self.stale = Gauge(0, 0)
 
     def said(self, tokens: int) -> None:
@@ -83,11 +85,11 @@ class EngineCounters:
         # Pairs of query and key. A sequence of n tokens has n (n + 1) / 2 of them.
         # The last n positions of a sequence of T have n T - n (n - 1) / 2.
         ragged = int(plan.lengths.sum())
-        triangle = sum(n * (n + 1) // 2 for n in plan.dense)
-        computed = 0 if dense is None else sum(b * n * (n + 1) // 2 for b, n in dense.shapes)
+        dense_needed = sum(n * (n + 1) // 2 for n in plan.dense)
+        dense_computed = 0 if dense is None else sum(b * n * (n + 1) // 2 for b, n in dense.shapes)
         chunks = sum(n * len(rows) - n * (n - 1) // 2 for rows, n in plan.chunks)
         self._linear += len(plan.ids), len(plan.rows)
-        self._attention += ragged + computed + chunks, ragged + triangle + chunks
+        self._attention += ragged + dense_computed + chunks, ragged + dense_needed + chunks
         self._prefilled += len(plan.rows) - plan.front
 
     def drafts(self, plan: Plan, said: int, needed: np.ndarray) -> None:
@@ -113,7 +115,7 @@ class EngineCounters:
     def take(self, scheduler: Scheduler) -> Gauges:
         """The gauges since the last call, with the scheduler's counts; all sums begin again at 0."""
         counts, scheduler.counts = scheduler.counts, SchedulerCounts()
-        # Positions that are computed a second time are work, and were needed once only.
+        # Positions that are computed a second time are work, and were needed once only. Position p sees p + 1 rows.
         self._linear[1] -= sum(b - a for a, b in counts.again)
         self._attention[1] -= sum((b * (b + 1) - a * (a + 1)) // 2 for a, b in counts.again)
         out = {
@@ -126,7 +128,7 @@ class EngineCounters:
             "engine/prefix_hits": Gauge(counts.found, counts.asked),
             "engine/kv": Gauge(*self._kv.tolist()),
             "engine/preempted": Gauge(counts.preempted, self._turns),
-            "engine/straggler": Gauge(self._longest * self._turns, self._tokens),
+            "engine/straggler": Gauge(self._longest * self._turns, self._tokens),  # longest / (tokens / turns)
         }
         if self._drafted:
             out["engine/accepted"] = Gauge(self._accepted, self._drafted)

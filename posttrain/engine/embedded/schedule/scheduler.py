@@ -2,7 +2,7 @@
 
 A request is queued, then gets a slot when there are blocks for its prompt, waits for the prompt to be cached, and
 generates. Where blocks run out, the youngest is preempted: it goes back to the head of the queue with what it has said,
-and its cache is computed again. All end, since they are served in order of arrival and the oldest is never preempted.
+and its cache is computed again. Every request ends, since the oldest one is served first and is never preempted.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ class Scheduler:
         self._grow, self._rows, self.budget, self._retain, self._lanes = grow, rows, max(budget, slots), retain, lanes
         self._arrived = 0
         self._users: Counter[bytes] = Counter()
-        """Requests of each prompt that have not begun."""
+        """Requests of each prompt (by its ids as bytes) that have not begun, in a slot or in the queue."""
         self._caching: deque[Prompt] = deque()
+        """Prompts that are not cached to their end, in the order of their admission."""
         self._waits: dict[int, Prompt] = {}
         """The prompt that each slot waits for before it generates."""
         self._lost: dict[bytes, int] = {}
@@ -81,11 +82,11 @@ class Scheduler:
     @property
     def filled(self) -> int:
         """Blocks needed for what the slots and prompts have cached or are caching; shared blocks count once."""
-        # `spoken` has the block of every cached position and of the pending one, by the first row of each block.
+        # `spoken` has the block of every cached position and of the pending one, which lies at `cached`.
         s = self.slots
         waiting = {id(p): p for p in (*self.prompts.values(), *self._waits.values())}.values()
-        at, first = np.flatnonzero(s.generating), np.arange(0, s.table.shape[1], BLOCK)
-        spoken = s.table[:, ::BLOCK][at][first <= s.cached[at][:, None]] // BLOCK
+        at, block_starts = np.flatnonzero(s.generating), np.arange(0, s.table.shape[1], BLOCK)
+        spoken = s.table[:, ::BLOCK][at][block_starts <= s.cached[at][:, None]] // BLOCK
         return len(np.unique(np.concatenate([spoken, *(p.blocks for p in waiting)])))
 
     def submit(self, request: GenerateCall) -> None:
@@ -103,8 +104,7 @@ class Scheduler:
             begun_only: admit only requests that have already said a token, because new weights wait for these to end.
         """
         # Order of arrival is kept, also where a later request would fit and the first does not: a long prompt would
-        # wait for ever otherwise. Only new weights change it: what has begun must end before they come, so it goes
-        # first.
+        # wait for ever otherwise. Only new weights change it: what has begun must end before they come, and goes first.
         if begun_only:
             self.queue = deque(sorted(self.queue, key=lambda r: r.begun is None))
         admitted: list[GenerateCall] = []
@@ -117,10 +117,10 @@ class Scheduler:
                 prompt = None if request.begun else self.prompts.get(request.key)
                 if prompt is not None:
                     # Its one block is for the copy of the prompt's partly filled last block.
-                    if not self._room(1, keep=prompt):
+                    if not self._ensure_room(1, keep=prompt):
                         break
                     self.counts.shared += len(prompt.ids)
-                elif (prompt := self._prompt(request)) is None:
+                elif (prompt := self._new_prompt(request)) is None:
                     break
                 if self._assign(request, prompt):
                     admitted.append(request)
@@ -155,7 +155,7 @@ class Scheduler:
         while True:
             at = s.generating.nonzero()[0]
             short = at[s.held[at] <= s.cached[at]]
-            if self._room(len(short)):
+            if self._ensure_room(len(short)):
                 break
             self.counts.preempted += 1
             self.preempt(int(np.argmax(s.number)))
@@ -255,12 +255,12 @@ class Scheduler:
             # Slots that wait for a prompt are always preempted: their first token would be drawn from old weights.
             if not stale or not s.generating[i]:
                 self.preempt(i)
-        s.fresh[s.generating] = False
+        s.fresh[s.generating] = False  # with `stale` alone: else no slot generates any more
         for prompt in list(self.prompts.values()):
             self._drop(prompt)
         self.tree.renew(version)
 
-    def _prompt(self, request: GenerateCall) -> Prompt | None:
+    def _new_prompt(self, request: GenerateCall) -> Prompt | None:
         """The request's tokens with blocks for all, of the prefix tree where possible; None: too few blocks."""
         # Of a new prompt the last token is never taken from the cache: the first token is drawn from its hidden state,
         # and the cache has keys and values alone. A preempted request goes on from a token that it has said.
@@ -271,10 +271,10 @@ class Scheduler:
         self.blocks.share(match.blocks)
         own_blocks = blocks_for(len(ids)) - len(match.blocks)
         # And one block for every generating slot, so that the next pass need not preempt this request.
-        if not self._room(own_blocks + int(np.count_nonzero(self.slots.generating))):
+        if not self._ensure_room(own_blocks + int(np.count_nonzero(self.slots.generating))):
             self.blocks.release(match.blocks)
             return None
-        rows = rows_of(np.concatenate([match.blocks, self._blocks(own_blocks)]))
+        rows = rows_of(np.concatenate([match.blocks, self._take_blocks(own_blocks)]))
         prompt = Prompt(ids, rows, done=match.tokens, resumes=resumes)
         # Of a block that is matched in part the beginning is copied into an own one.
         if match.extra:
@@ -299,7 +299,8 @@ class Scheduler:
             if room <= 0:
                 break
             # Two prompts that begin alike arrive together at a stage's start. The second one waits a pass for the block
-            # that the first computes now, and then adopts it, where otherwise both would compute it.
+            # that the first computes now, and then adopts it, where otherwise both would compute it. Whole blocks alone
+            # are adopted, and never the last token: so not within a block, nor with at most one block left.
             if len(self._caching) > 1 and prompt.done % BLOCK == 0 and len(prompt.ids) - prompt.done > BLOCK:
                 self._adopt(prompt)
                 next_block = prompt.ids[: prompt.done + BLOCK].tobytes()
@@ -341,13 +342,12 @@ class Scheduler:
         """The first waiting slot begins after `prompt`. It shares the full blocks and copies the partial one; the last
         request of the prompt takes both without a copy. False where there is no block for the copy."""
         # Slots write behind the prompt from now on, so each needs a partly filled last block of its own. The last
-        # request to begin takes the prompt's own block. `_users` tells whether other requests of the prompt have not
-        # begun yet.
+        # request to begin takes the prompt's own block: `_users` counts those that have not begun, this one with them.
         s = prompt.waiting[0]
         request = self.slots.of(s)
         size, full = len(prompt.ids), len(prompt.ids) // BLOCK
         inherits = self._users[request.key] == 1
-        if not inherits and full * BLOCK < size and not self._room(1):
+        if not inherits and full * BLOCK < size and not self._ensure_room(1):
             # No room for a copy. While other slots generate, a block will become free, and this slot waits for it. If
             # no slot generates, none ever will, so the last sibling gives its slot up. A slot that waits alone takes
             # the prompt's own block, and requests that are still in the queue cache the prompt again.
@@ -363,7 +363,7 @@ class Scheduler:
         else:
             self.blocks.share(prompt.blocks[:full])
             if full * BLOCK < size:
-                copy_rows = rows_of(self._blocks(1))
+                copy_rows = rows_of(self._take_blocks(1))
                 self.slots.table[s, full * BLOCK : (full + 1) * BLOCK] = copy_rows
                 self.copies.append((prompt.rows[full * BLOCK : size], copy_rows[: size - full * BLOCK]))
         # From here on the slot itself owns what it holds.
@@ -406,8 +406,8 @@ class Scheduler:
         if self._users[key]:
             self._lost[key] = prompt.done
 
-    def _room(self, n: int, keep: Prompt | None = None) -> bool:
-        """Returns whether there are `n` more blocks, once prompts that no slot waits for are freed, but not `keep`."""
+    def _ensure_room(self, n: int, keep: Prompt | None = None) -> bool:
+        """Free prompts that no slot waits for, but not `keep`, until `n` more blocks fit; False: they still do not."""
         if not self.blocks.fits(n):
             for prompt in [p for p in self.prompts.values() if not p.waiting and p is not keep]:
                 self._drop(prompt)
@@ -415,8 +415,9 @@ class Scheduler:
                     break
         return self.blocks.fits(n)
 
-    def _blocks(self, n: int) -> np.ndarray:
-        """Take `n` blocks: free ones first, then new ones within the byte budget, then evicted ones of the tree."""
+    def _take_blocks(self, n: int) -> np.ndarray:
+        """Take `n` blocks: free ones first, then new ones within the byte budget, then evicted ones of the tree.
+        `_ensure_room` or `Blocks.fits` has said before that there are so many."""
         blocks = self.blocks
         if n > blocks.free and blocks.capacity < blocks.most:
             # A quarter more at least, so that a cache of n blocks has been copied some log n times and not n times.
@@ -430,6 +431,6 @@ class Scheduler:
     def _extend(self, at: np.ndarray) -> None:
         """One more block for each of these slots."""
         if len(at):
-            rows = rows_of(self._blocks(len(at))).reshape(-1, BLOCK)
+            rows = rows_of(self._take_blocks(len(at))).reshape(-1, BLOCK)
             self.slots.table[at[:, None], self.slots.held[at][:, None] + np.arange(BLOCK)] = rows
             self.slots.held[at] += BLOCK

@@ -22,7 +22,7 @@ INF = float("-inf")
 NO_ID, ANY = -1, -2
 """Fillings of tables. NO_ID equals no token. ANY, in the table of bad sequences, fits every token."""
 MASKS_KEPT = 16
-"""Contracts whose masks over the vocabulary are cached."""
+"""Contracts whose masks over the vocabulary are cached. Where another one comes, all of them are dropped."""
 
 
 class NoDraw(EngineError):

@@ -1,6 +1,7 @@
 """The state of all requests in slots: every array has one row per slot, so that a step runs no Python code per slot.
 
-Axis letters: s a slot (row), P tokens of a prompt, C context rounded up to whole blocks.
+Axis letters: s a slot (row), P tokens of a prompt, C context rounded up to whole blocks. `at` [n], here and in the
+callers: the numbers of the slots that a call is about.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from posttrain.engine.embedded.token_sampler import Contracts, DrawnTokens
 
 @dataclass(frozen=True, eq=False)
 class Preempted:
-    """The tokens a request had said when it lost its slot."""
+    """The tokens a request had said when it lost its slot: arrays [n] and lists as in `Slots`, which go back there."""
 
     ids: np.ndarray
     logp: np.ndarray
@@ -52,7 +53,7 @@ class GenerateCall:
     """Order of arrival: the youngest is preempted first."""
     slot: int | None = None
     gone: bool = False
-    """Cancelled while queued."""
+    """Cancelled while queued, or refused because its contract could not be stored."""
     begun: Preempted | None = None
     """Set while it is preempted and waits for a slot."""
     lost: int = 0
@@ -100,7 +101,7 @@ class Slots:
         self.request: list[GenerateCall | None] = [None] * count
         self.streaming = 0
         """Slots whose request has a callback for new tokens."""
-        # Taken from the end, so slot 0 comes first.
+        # Free slots, taken from the end, so slot 0 comes first.
         self.free = list(range(count - 1, -1, -1))
         self.table = np.zeros((count, width), np.int64)
         """[s, C]: pool row of each cached position."""
@@ -117,8 +118,10 @@ class Slots:
         self.generating = np.zeros(count, bool)
         """Whether the slot has said a token and its turn goes on."""
         self.said = np.zeros(count, np.int64)
+        """Tokens of the turn so far: this many entries of `ids`, `logp` and `version` count."""
         self.limit = np.zeros(count, np.int64)
         self.uniforms = np.zeros((count, context))
+        """The random number of each position of the turn, drawn when the request gets the slot."""
         self.ids = np.zeros((count, context), np.int32)
         self.logp = np.zeros((count, context), np.float32)
         self.version = np.zeros((count, context), np.int32)
@@ -129,6 +132,7 @@ class Slots:
         self.ended_by_string = np.zeros(count, bool)
         """Whether the token said last completes a stop string of the contract."""
         self.kept: list[list[np.ndarray]] = [[] for _ in range(count)]
+        """The kept ids of each token of the turn, under a truncating contract."""
         self.top: list[list[Top]] = [[] for _ in range(count)]
 
     def of(self, s: int) -> GenerateCall:

@@ -30,7 +30,7 @@ class Strings:
         self.text: Text | None = None
         """Decodes ids. Without it, contracts with stop strings are refused."""
         self.wanted: dict[int, tuple[tuple[str, ...], int]] = {}
-        """Slot -> (stop strings, tokens before the one that may complete one)."""
+        """Slot -> (stop strings, `min_tokens`: so many first tokens of the turn complete none)."""
 
     def put(self, s: int, sampling: Sampling) -> None:
         """Slot `s` waits for the stop strings of `sampling` from now on."""
