@@ -579,7 +579,7 @@ def page(data: dict[str, Any]) -> str:
             "what holds",
         ),
         (
-            "**A second opinion** (`posttrain/checks/learning/credit_checks.py`, `loss.py`, `update.py`),"
+            "**A second opinion** (`posttrain/checks/learning/{credit,loss,gradient_and_update}_checks.py`),"
             f" {summary(due).split(': ')[1]} Credit, weights and the loss are computed again from their definitions by"
             " code that shares nothing with what trained:"
         ),
