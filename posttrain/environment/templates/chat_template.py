@@ -80,10 +80,6 @@ class Chat:
         # one character cannot be split.
         specials = (t for t in getattr(tokenizer, "all_special_tokens", ()) if len(t) > 1)
         self._specials = sorted(specials, key=len, reverse=True)
-        # False: not determined yet. None: the template writes no calls in a known format.
-        self._format: str | bool | None = False
-        self._arguments: Any = {"city": "a b"}
-        """Arguments of a probing call: an object, or JSON for templates that require it."""
         source = str(tokenizer.chat_template or "")
         self._reasoned = [said for mark, said in REASONED.items() if mark in source]
         """Turns with reasoning in this template's forms. A template without them treats reasoning as plain text."""
@@ -270,16 +266,13 @@ class Chat:
         # Templates may compare the ids of calls with those of results, so the placeholders have the ids of the results.
         # Invented ids have 9 characters, as Mistral's templates want them.
         ids = [m.get("tool_call_id", f"call{i:05}") for i, m in enumerate(m for m in new if m["role"] == "tool")]
-        placeholders = [
-            {"id": i, "type": "function", "function": {"name": "probe_tool", "arguments": self._arguments}}
-            for i in ids[:call_count]
-        ]
         turn = self._structured(said)
-        turn["tool_calls"] = placeholders
+        turn["tool_calls"] = [_probe_call(i, self._call_form[1]) for i in ids[:call_count]]
         return turn
 
     def _parsed(self, said: str) -> Parsed:
-        """A turn in its parts, by the template's format of calls."""
+        """A turn in its parts, by the template's format of calls. Without a known one only reasoning and content of the
+        result are of use, and for these `hermes` stands."""
         return parse(said, self.format or "hermes")
 
     def _structured(self, said: str) -> Message:
@@ -323,30 +316,28 @@ class Chat:
         before = self.render(history, generate=True, tools=tools)
         alone = self.render([*history, Message(role="assistant", content=PROBE)], generate=False, tools=tools)
         at = max((alone.rfind(s, len(common(before, alone))) for s in self.stops), default=-1)
-        turn_text = alone[len(before) : max(at, 0)]
+        turn_text = alone[len(before) : at] if at >= 0 else ""
         return turn_text.strip() if alone.startswith(before) and PROBE in turn_text else PROBE
 
     @property
     def format(self) -> str | None:
         """The format of `calling.FORMATS` in which this template writes tool calls; None if it has none of them."""
-        if self._format is False:
-            self._format = self._find_format()
-        return self._format or None  # type: ignore[return-value]
+        return self._call_form[0]
 
     @property
     def arguments_as_text(self) -> bool:
         """True where the template wants the arguments of past calls as JSON text instead of objects."""
-        return self.format is not None and isinstance(self._arguments, str)
+        return self.format is not None and isinstance(self._call_form[1], str)
 
-    def _find_format(self) -> str | None:
-        """The format whose parser reads the call that the template wrote; None if there is none."""
+    @cached_property
+    def _call_form(self) -> tuple[str | None, Any]:
+        """(the format whose parser reads the call that the template wrote, or None; arguments of a call in the form
+        that the template accepts: an object, or JSON text)."""
         history = [Message(role="user", content="hi")]
         wanted = (ToolCall("probe_tool", {"city": "a b"}),)
-        # The form of arguments that the template accepts stays in `_arguments`, and later probes use it.
+        arguments: Any = None
         for arguments in ({"city": "a b"}, '{"city": "a b"}'):
-            self._arguments = arguments
-            call = {"id": "call00000", "type": "function", "function": {"name": "probe_tool", "arguments": arguments}}
-            turn = Message(role="assistant", content="", tool_calls=[call])
+            turn = Message(role="assistant", content="", tool_calls=[_probe_call("call00000", arguments)])
             try:
                 before = self.render(history, generate=True, tools=[WEATHER])
                 whole = self.render([*history, turn], generate=False, tools=[WEATHER])
@@ -357,8 +348,8 @@ class Chat:
                 # The format is found by parsing what the template wrote, and not by its source: only the right parser
                 # reads the call back.
                 if any(parse(text, name).calls == wanted for text in self._without_end(body)):
-                    return name
-        return None
+                    return name, arguments
+        return None, arguments
 
     def _without_end(self, body: str) -> Iterator[str]:
         """The text of a turn up to each of its stop tokens, and then all of it."""
@@ -374,6 +365,11 @@ def _call_counts(new: Sequence[Message]) -> Iterator[int]:
     """Numbers of calls to try in the turn before these messages: as many as are answered, then one, then none."""
     answered = sum(m["role"] == "tool" for m in new)
     yield from dict.fromkeys((answered, min(answered, 1), 0))
+
+
+def _probe_call(call_id: str, arguments: Any) -> dict[str, Any]:
+    """A call in a turn that the template is tried with."""
+    return {"id": call_id, "type": "function", "function": {"name": "probe_tool", "arguments": arguments}}
 
 
 def _answer(role: str, number: int) -> Message:
