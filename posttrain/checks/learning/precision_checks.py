@@ -50,9 +50,7 @@ def repeated_norm(learner: Learner, passes: Passes, names: list[str]) -> float:
     return math.sqrt(math.fsum(square_sum(g) for g in total.values()))
 
 
-def norms_over_ranks(
-    learner: ShardedLearner, passes: Passes, trained: Mapping[str, torch.Tensor]
-) -> tuple[float, float]:
+def joined_norms(learner: ShardedLearner, passes: Passes, trained: Mapping[str, torch.Tensor]) -> tuple[float, float]:
     """Two norms over all ranks: of the gradient that the optimizers hold, and of that of a second backward pass.
 
     The second pass is that of `repeated_norm`. Every rank calls this with the passes of all ranks and computes a share
@@ -77,9 +75,8 @@ def norms_over_ranks(
         if passes.entropy_grad and scores.entropy is not None:
             factor = torch.as_tensor(passes.entropy_grad[i] * passes.scale * has_share).to(scores.entropy)
             sums.append((factor * scores.entropy).sum())
-        # One backward pass for both, since they share a graph. Not `autograd.grad`: no graph reaches `parameters`,
-        # plain tensors of this rank's rows. Hooks that run in backward() alone sum the gradients over ranks and put
-        # them there as `.grad` (`ShardedLearner`).
+        # One backward pass for both, since they share a graph. It is backward(), not `autograd.grad`: no graph reaches
+        # `parameters`, and only backward() runs the hooks that sum gradients over ranks and put them there.
         torch.stack(sums).sum().backward()
         for name in gradients:
             if (g := parameters[name].grad) is not None:
@@ -125,7 +122,7 @@ class ScaleCheck(Observer):
         if passes.value or roles.stage.stores_top or not complete:
             return None
         if isinstance(roles.learner, ShardedLearner):
-            norm, wanted = norms_over_ranks(roles.learner, passes, trained)
+            norm, wanted = joined_norms(roles.learner, passes, trained)
         else:
             gradients = {n: t.grad for n, t in trained.items() if t.grad is not None}
             norm = math.sqrt(math.fsum(square_sum(held(g)) for g in gradients.values()))

@@ -241,10 +241,9 @@ def _price_line(price: float | None, fresh_M: np.ndarray) -> tuple[str, ...]:
 def _comparable_pass(roles: ReinforceRoles, micro: Batch, logp_M: np.ndarray, fresh_M: np.ndarray) -> np.ndarray:
     """The log-probs of a training pass, in a form that `sampler_agrees` can compare with the sampler's.
 
-    In a mixture of experts the learner may choose other experts than the sampler, and is then another model. So two
-    comparisons are made in one. Returned is (training pass - learner's score) + learner's score by the sampler's
-    experts. The difference must be 0, since both are by the same experts; the last score must be the sampler's.
-    Log-probs that agree anyway are returned as they are.
+    In a mixture of experts the learner may choose other experts than the sampler, and is then another model. Then
+    A + B is returned. A = training pass - learner's score, both by the learner's experts, must be 0. B = the score by the
+    sampler's experts must be the sampler's log-probs. So `sampler_agrees` finds what is wrong in either.
     """
     follower, gap = as_sampled(roles.learner), Gap.of(micro[MU][fresh_M], logp_M[fresh_M])
     replays_start = roles.run.model.router_replay == "start"
@@ -253,9 +252,8 @@ def _comparable_pass(roles: ReinforceRoles, micro: Batch, logp_M: np.ndarray, fr
     if not may_differ or gap.within(LEAST[roles.run.model.dtype]):
         return logp_M
     apart_M = logp_M.astype(np.float64) - roles.learner.score(micro)
-    # With `router_replay=start` the minibatch has the learner's choices in place of the sampler's, so no score by the
-    # sampler's experts can be made. The sampler's own log-probs stand for it and cancel in the comparison: it proves
-    # only that the training pass agrees with the learner's score. `ExpertsCheck` compares learner and sampler.
+    # With `router_replay=start` the minibatch has none of the sampler's choices to follow. The sampler's own log-probs
+    # stand for B and cancel: only A is compared here, and `ExpertsCheck` compares learner and sampler.
     return (apart_M + (micro[MU] if replays_start else follower.score(micro))).astype(np.float32)
 
 
@@ -309,7 +307,6 @@ class SamplerCheck(Observer):
         fresh, dtype = version == roles.trainer.version, roles.run.model.dtype
         exact = lambda: follower.exact(packed)  # noqa: E731
         same = roles.run.exact
-        # Where rounding decides between two experts, a learner that chooses by itself is another model.
         as_sampled_M = learner_M if follower is roles.learner else follower.score(packed)
         gauges = sampler_agrees(packed, mu, as_sampled_M, fresh, dtype=dtype, exact=exact, text=roles.text, same=same)
         if same:  # then `score` is the sampler's own pass, and this one shares no code with it

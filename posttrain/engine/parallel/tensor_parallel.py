@@ -72,7 +72,7 @@ class TensorLearner(RankLearner):
         self.holders = ranks
         """The ranks that hold a part of the weights each."""
         check_same(ranks, super().fingerprint(), "weights at the start", "Load one checkpoint on every rank")
-        # The first `fingerprint` records the digests of frozen weights, with which later ones compare. The call above is
+        # The first `fingerprint` records the digests of frozen weights, with which later ones compare. The one above is
         # there to compare ranks, so its record is dropped: the record begins with the first call after the cut.
         self._frozen = None
         self._cut(policy.module.get_decoder(), plan)
@@ -197,8 +197,7 @@ def _own_gradient(p: Any) -> Tensor:
 
 def check_can_be_cut(policy: Policy, cutting: str) -> None:
     """ConfigError unless a policy is on a CPU, in float32 or float64, without LoRA, not quantised, and without a
-    recurrent state. Nothing else is built for learners whose ranks all compute every token. `cutting`: the name of the
-    way of cutting, for the message."""
+    recurrent state: only these can be trained where every rank computes every token. `cutting` names the way of it."""
     name = type(policy.module).__name__
     if policy.device.type != "cpu" or policy.dtype not in (torch.float32, torch.float64):
         raise ConfigError(f"{cutting} computes on CPU in float32 here, and {name} is {policy.dtype} on {policy.device}")

@@ -91,12 +91,8 @@ def generated_prompts(tokenizer: Any, rows: int, context: int) -> list[ComparedP
 def rendered(
     tokenizer: Any, stop_ids: Sequence[int], history: History, prompt: str | Sequence[Message]
 ) -> np.ndarray | str:
-    """The ids of a prompt, int32 [T], rendered as the run does it, with any tokenizer and its chat template;
-    if it cannot be rendered with them, a text that says why.
-
-    Raises:
-        LimitError: the chat template took too much time or memory.
-    """
+    """The ids of a prompt, int32 [T], rendered as the run does it, with any tokenizer and its chat template; if they
+    cannot render it, a text that says why. LimitError where the template takes too much time or memory."""
     try:
         return Renderer(tokenizer, stop_ids, None, history).prompt(prompt)
     except DataError as error:
