@@ -242,8 +242,8 @@ def _comparable_pass(roles: ReinforceRoles, micro: Batch, logp_M: np.ndarray, fr
     """The log-probs of a training pass, in a form that `sampler_agrees` can compare with the sampler's.
 
     In a mixture of experts the learner may choose other experts than the sampler, and is then another model. Then
-    A + B is returned. A = training pass - learner's score, both by the learner's experts, must be 0. B = the score by the
-    sampler's experts must be the sampler's log-probs. So `sampler_agrees` finds what is wrong in either.
+    A + B is returned. A, the training pass less the learner's score, both by the learner's experts, must be 0. B, the
+    score by the sampler's experts, must be the sampler's log-probs. So `sampler_agrees` finds what is wrong in either.
     """
     follower, gap = as_sampled(roles.learner), Gap.of(micro[MU][fresh_M], logp_M[fresh_M])
     replays_start = roles.run.model.router_replay == "start"
