@@ -91,6 +91,7 @@ def expected_rate(env: str | Path | Env | SingleTurn) -> float:
         played = [s for s in steps(env) if "rollout/tokens" in s.gauges]
         # A run that has just begun has no time yet, and nothing to divide by.
         if seconds := math.fsum(s.clock["rollout"] for s in played):
+            # The gauge is a mean over episodes, so its count is the number of answers.
             return math.fsum(s.gauges["rollout/tokens"].count for s in played) / seconds
     return probes.RATE
 
@@ -187,11 +188,11 @@ def _wait(
     tasks: int,
     rate: float,
     progress: Callable[[str], None],
-    found: Sequence[LintFinding],
-    earned: Sequence[float] = (),
+    model_lint: Sequence[LintFinding],
+    rewards: Sequence[float] = (),
 ) -> CheckReport:
     """Run the probes to their end. Where an event loop is already running (notebooks), they run in a new thread."""
-    probing = partial(probes.check, env, tasks=tasks, rate=rate, progress=progress, found=found, earned=earned)
+    probing = partial(probes.check, env, tasks=tasks, rate=rate, progress=progress, found=model_lint, earned=rewards)
     outcome: list[CheckReport | BaseException] = []
 
     def body() -> None:

@@ -313,7 +313,7 @@ def test_the_norm_over_columns_and_rows_is_infinite_where_its_square_is() -> Non
 
 
 def test_the_heads_that_ranks_cannot_share_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_parallel, "refuse_whole_batches", lambda *given: None)
+    monkeypatch.setattr(tensor_parallel, "check_can_be_cut", lambda *given: None)
     config = SimpleNamespace(base_model_tp_plan={"layers.*.q": "colwise"}, num_attention_heads=12)
     module = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda decoder: config))
     with pytest.raises(ConfigError, match="5 ranks cannot share 12 heads"):

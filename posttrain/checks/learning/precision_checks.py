@@ -24,7 +24,7 @@ BOUND = 0.1
 """Largest difference between the norms of the two gradients, relative to the norm, that counts as float16's noise."""
 
 
-def gradient_of(learner: Learner, passes: Passes, names: list[str]) -> float:
+def repeated_norm(learner: Learner, passes: Passes, names: list[str]) -> float:
     """The norm of the gradient of these parameters, by a second backward pass; nan where it overflows.
 
     The pass starts from the recorded d loss / d log-prob and d loss / d entropy. The gradients of the micro-batches are
@@ -50,11 +50,11 @@ def gradient_of(learner: Learner, passes: Passes, names: list[str]) -> float:
     return math.sqrt(math.fsum(square_sum(g) for g in total.values()))
 
 
-def of_all_ranks(learner: ShardedLearner, passes: Passes, trained: Mapping[str, torch.Tensor]) -> tuple[float, float]:
+def joined_norms(learner: ShardedLearner, passes: Passes, trained: Mapping[str, torch.Tensor]) -> tuple[float, float]:
     """Two norms over all ranks: of the gradient that the optimizers hold, and of that of a second backward pass.
 
-    The second pass is that of `gradient_of`. Every rank calls this with the passes of all ranks and computes a share of
-    them. A rank that has no share left still takes part in the exchanges.
+    The second pass is that of `repeated_norm`. Every rank calls this with the passes of all ranks and computes a share
+    of them. A rank that has no share left still takes part in the exchanges.
     """
     ranks, parameters = learner.ranks, learner.parameters()
     gradients = {n: p.grad for n, p in trained.items() if p.grad is not None}
@@ -75,7 +75,8 @@ def of_all_ranks(learner: ShardedLearner, passes: Passes, trained: Mapping[str, 
         if passes.entropy_grad and scores.entropy is not None:
             factor = torch.as_tensor(passes.entropy_grad[i] * passes.scale * has_share).to(scores.entropy)
             sums.append((factor * scores.entropy).sum())
-        # One backward pass for both, since they share a graph.
+        # One backward pass for both, since they share a graph. It is backward(), not `autograd.grad`: no graph reaches
+        # `parameters`, and only backward() runs the hooks that sum gradients over ranks and put them there.
         torch.stack(sums).sum().backward()
         for name in gradients:
             if (g := parameters[name].grad) is not None:
@@ -121,11 +122,11 @@ class ScaleCheck(Observer):
         if passes.value or roles.stage.stores_top or not complete:
             return None
         if isinstance(roles.learner, ShardedLearner):
-            norm, wanted = of_all_ranks(roles.learner, passes, trained)
+            norm, wanted = joined_norms(roles.learner, passes, trained)
         else:
             gradients = {n: t.grad for n, t in trained.items() if t.grad is not None}
             norm = math.sqrt(math.fsum(square_sum(held(g)) for g in gradients.values()))
-            wanted = gradient_of(roles.learner, passes, list(gradients)) if math.isfinite(norm) and norm else 0.0
+            wanted = repeated_norm(roles.learner, passes, list(gradients)) if math.isfinite(norm) and norm else 0.0
         # Nothing to compare in this step. The next one is tried.
         if not math.isfinite(norm * wanted) or not norm * wanted:
             return None

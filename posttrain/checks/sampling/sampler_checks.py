@@ -63,7 +63,8 @@ def noise_band(a: Algorithm, mu_M: np.ndarray, learner_M: np.ndarray, sequence_M
     for sign in (1.0, -1.0):
         streams = {MU: mu, ADVANTAGE: torch.full_like(mu, sign), WEIGHT: torch.ones_like(mu)}
         batch = Streams(sequence.long(), int(sequence_M.max()) + 1, streams=streams)
-        # Only a trust region that compares with the sampler, and can silence tokens, sees this noise.
+        # Only a trust region that compares with the sampler, and can silence tokens, sees this noise. One with
+        # `clip.top` also reads log-probs of other tokens than the sampled ones, which are not given here.
         if a.anchor == "behaviour" and a.silences and not a.stores_top:
             ratio = importance(a.ratio, learner - mu, batch)
             factors.append(push(a.clip, TrustInputs(ratio, learner - mu, batch[ADVANTAGE], learner, batch)).push_M)
@@ -238,10 +239,11 @@ def _price_line(price: float | None, fresh_M: np.ndarray) -> tuple[str, ...]:
 
 
 def _comparable_pass(roles: ReinforceRoles, micro: Batch, logp_M: np.ndarray, fresh_M: np.ndarray) -> np.ndarray:
-    """The log-probs of a training pass, made comparable with the sampler's.
+    """The log-probs of a training pass, in a form that `sampler_agrees` can compare with the sampler's.
 
-    A mixture's learner may choose other experts than the sampler. Then what the pass differs by from the learner's own
-    scores is added to log-probs by the sampler's experts. Log-probs that agree anyway are returned as they are.
+    In a mixture of experts the learner may choose other experts than the sampler, and is then another model. Then
+    A + B is returned. A, the training pass less the learner's score, both by the learner's experts, must be 0. B, the
+    score by the sampler's experts, must be the sampler's log-probs. So `sampler_agrees` finds what is wrong in either.
     """
     follower, gap = as_sampled(roles.learner), Gap.of(micro[MU][fresh_M], logp_M[fresh_M])
     replays_start = roles.run.model.router_replay == "start"
@@ -250,8 +252,8 @@ def _comparable_pass(roles: ReinforceRoles, micro: Batch, logp_M: np.ndarray, fr
     if not may_differ or gap.within(LEAST[roles.run.model.dtype]):
         return logp_M
     apart_M = logp_M.astype(np.float64) - roles.learner.score(micro)
-    # With `router_replay=start` the minibatch has the learner's choices, and nothing here can follow the sampler's. The
-    # sampler's own log-probs stand for such a score: `ExpertsCheck` compares the two.
+    # With `router_replay=start` the minibatch has none of the sampler's choices to follow. The sampler's own log-probs
+    # stand for B and cancel: only A is compared here, and `ExpertsCheck` compares learner and sampler.
     return (apart_M + (micro[MU] if replays_start else follower.score(micro))).astype(np.float32)
 
 
@@ -287,7 +289,14 @@ class SamplerCheck(Observer):
         return None
 
     def _same_weights(self, roles: ReinforceRoles, e: Experience, groups: Sequence[ScoredGroup]) -> ObserverReport:
-        """Before the first optimizer step of a stage: rho = 1, and KL 0 to a reference that began as the policy."""
+        """Before the first optimizer step of a stage: rho = 1, and KL 0 to a reference that began as the policy.
+
+        The learner scores the same tokens in up to four ways, each for one question:
+        as_sampled_M: in a mixture of experts by those that the sampler chose. Does the sampler agree?
+        own_forward_M: with `exact=true` by its own forward pass, not the sampler's. Does that agree too?
+        learner_M: as it scores the episodes of a step. How wide is the noise band?
+        own_experts_M: by the experts that its own routers choose, as a reference's do. Does the reference agree?
+        """
         episodes = [s for g in groups for s in g.episodes]
         segments = [s for g in groups for x in g.group.judged for s in x.segments]  # with the sampler's own experts
         packed = Packed.of(segments, [i for i, x in enumerate(episodes) for _ in x.episode.segments])
@@ -298,10 +307,9 @@ class SamplerCheck(Observer):
         fresh, dtype = version == roles.trainer.version, roles.run.model.dtype
         exact = lambda: follower.exact(packed)  # noqa: E731
         same = roles.run.exact
-        # The mixture's own choice is another model than the sampler's where rounding decides between two experts.
         as_sampled_M = learner_M if follower is roles.learner else follower.score(packed)
         gauges = sampler_agrees(packed, mu, as_sampled_M, fresh, dtype=dtype, exact=exact, text=roles.text, same=same)
-        if same:  # by code that shares nothing with the sampler's
+        if same:  # then `score` is the sampler's own pass, and this one shares no code with it
             own_forward_M = roles.learner.packed_score(packed)
             sampler_agrees(packed, mu, own_forward_M, fresh, dtype=dtype, exact=exact, text=roles.text)
         # Episodes are numbered anew without holes, as sums over episodes need it.

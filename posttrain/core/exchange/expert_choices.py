@@ -43,7 +43,7 @@ def check_routed(routed: np.ndarray, tokens: int, where: str) -> None:
 def known_rows(routed: np.ndarray) -> np.ndarray:
     """bool [T]: the tokens whose choices are known."""
     # Without routers `all` over nothing would be True for every token.
-    return routed.shape[1] > 0 and (routed != UNKNOWN).all((1, 2))
+    return (routed != UNKNOWN).all((1, 2)) & (routed.shape[1] > 0)
 
 
 def filled(routed: np.ndarray, tokens: int) -> np.ndarray:

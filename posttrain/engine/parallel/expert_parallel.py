@@ -19,7 +19,7 @@ import transformers
 
 from posttrain.engine.learner.learner_routers import LearnerRouters
 from posttrain.engine.model.policy_model import Policy
-from posttrain.engine.parallel.tensor_parallel import TensorLearner, refuse_whole_batches
+from posttrain.engine.parallel.tensor_parallel import TensorLearner, check_can_be_cut
 from posttrain.system.errors import ConfigError
 
 PART = "transformers.distributed.expert_parallel"
@@ -74,7 +74,7 @@ class ExpertLearner(TensorLearner):
 def whole_experts(policy: Policy, world: int) -> dict[str, str]:
     """The plan of the decoder's experts. ConfigError for what it cannot do here."""
     config, name = policy.module.config.get_text_config(decoder=True), type(policy.module).__name__
-    refuse_whole_batches(policy, "expert parallelism")
+    check_can_be_cut(policy, "expert parallelism")
     if find_spec(PART) is None:
         raise ConfigError(
             f"transformers {transformers.__version__} has no expert parallelism ({PART}). Install a newer one, or train"

@@ -1,5 +1,6 @@
 """A learner whose layers are cut over ranks by columns and rows (tensor parallelism), by the plan that transformers has
-for the architecture (`base_model_tp_plan`) and PyTorch's `parallelize_module`.
+for the architecture (`base_model_tp_plan`) and PyTorch's `parallelize_module`. It is built for the CPU alone, in
+float32 or float64, and trains all weights (`check_can_be_cut`).
 
 Every rank computes every token, with its attention heads and its part of the feed-forward layers; their results are
 summed over ranks twice in a layer. So all ranks are given the same micro-batches, and each has the trainer of a single
@@ -49,8 +50,8 @@ class TensorLearner(RankLearner):
     in place, so the policy is no longer of use to others. Beginnings that segments share are computed for each of them.
 
     Raises:
-        ConfigError: the architecture has no plan of columns and rows, its heads do not divide, or another part is not
-            built.
+        ConfigError: the architecture has no plan of columns and rows, its heads do not divide, or `check_can_be_cut`
+            refuses the policy.
         InvariantError: the ranks begin with different weights.
     """
 
@@ -71,7 +72,8 @@ class TensorLearner(RankLearner):
         self.holders = ranks
         """The ranks that hold a part of the weights each."""
         check_same(ranks, super().fingerprint(), "weights at the start", "Load one checkpoint on every rank")
-        # That digest only compares ranks. It began the record of frozen weights, which is to begin with the cut ones.
+        # The first `fingerprint` records the digests of frozen weights, with which later ones compare. The one above is
+        # there to compare ranks, so its record is dropped: the record begins with the first call after the cut.
         self._frozen = None
         self._cut(policy.module.get_decoder(), plan)
         self._held: dict[str, nn.Parameter] = HFLearner.parameters(self)
@@ -112,7 +114,7 @@ class TensorLearner(RankLearner):
         return {name: part.detach() for name, part in self._own.items()}
 
     def masters(self, optimizer: StageOptimizer) -> dict[str, Tensor]:
-        """Empty: these weights are float32 at least (`refuse_whole_batches`) and need no master copies."""
+        """Empty: these weights are float32 at least (`check_can_be_cut`) and need no master copies."""
         return {}
 
     def norm(self, gradients: Mapping[str, Tensor]) -> float:
@@ -193,8 +195,9 @@ def _own_gradient(p: Any) -> Tensor:
     return rows_of(p.grad.redistribute(placements=p.placements)).clone()
 
 
-def refuse_whole_batches(policy: Policy, cutting: str) -> None:
-    """ConfigError for a policy that learners whose ranks compute every token cannot train, cut by `cutting`."""
+def check_can_be_cut(policy: Policy, cutting: str) -> None:
+    """ConfigError unless a policy is on a CPU, in float32 or float64, without LoRA, not quantised, and without a
+    recurrent state: only these can be trained where every rank computes every token. `cutting` names the way of it."""
     name = type(policy.module).__name__
     if policy.device.type != "cpu" or policy.dtype not in (torch.float32, torch.float64):
         raise ConfigError(f"{cutting} computes on CPU in float32 here, and {name} is {policy.dtype} on {policy.device}")
@@ -205,7 +208,7 @@ def refuse_whole_batches(policy: Policy, cutting: str) -> None:
 def columns_and_rows(policy: Policy, world: int) -> dict[str, str]:
     """The plan of the decoder's layers. ConfigError for what it cannot do here."""
     config, name = policy.module.config.get_text_config(decoder=True), type(policy.module).__name__
-    refuse_whole_batches(policy, "tensor parallelism")
+    check_can_be_cut(policy, "tensor parallelism")
     plan = dict(getattr(config, "base_model_tp_plan", None) or {})
     known = ("colwise", "rowwise", *WHOLE)
     if not plan or any(style not in known for style in plan.values()):

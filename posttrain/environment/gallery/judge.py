@@ -204,11 +204,13 @@ class Judge(GeneratedTasks):
     def verify(self, attempt: Attempt) -> Verdict:
         gold, scores = int(attempt.task.info["gold"]), self.form.read(attempt.text)
         right = chosen(scores) == gold
-        score = self.form.pays(scores, gold)
+        # `play` leaves the text of the other order. What was not played, such as a demonstration, has none.
         if self.form.consistency and isinstance(attempt.state, Mapping):
             state: Any = attempt.state
-            (verdict, _), consistent = both_orders(right, chosen(self.form.read(state["other"])) == 1 - gold)
-            score = (verdict + consistent) / 2
+            (this_order, _), consistency = both_orders(right, chosen(self.form.read(state["other"])) == 1 - gold)
+            score = (this_order + consistency) / 2
+        else:
+            score = self.form.pays(scores, gold)
         if right:
             return Verdict.value(score, "" if score == 1 else "inconsistent")
         return Verdict.value(score, "unread" if scores is None else "tie" if chosen(scores) is None else "wrong")
@@ -274,12 +276,13 @@ class Judge(GeneratedTasks):
         # The features in the order in which they are weighed.
         initials = "".join(_initials(self._features(inner, "")).values()) + ";"
         principles = [initials] if self.form.principles else []
-        final_scores: Scores = (
-            scores if len(scores) == 2 else (float(self._utility(inner, texts[0]) >= self._offered.good),)
-        )
-        if false:
-            final_scores = final_scores[::-1] if len(final_scores) == 2 else (1 - final_scores[0],)
-        return " ".join([*principles, *world_answer, *sides, self.form.verdict(final_scores)])
+        # What the verdict says: the scores of two sides, or 1 (good) or 0 of a single completion.
+        if len(scores) == 2:
+            verdict_scores: Scores = scores[::-1] if false else scores
+        else:
+            good = self._utility(inner, texts[0]) >= self._offered.good
+            verdict_scores = (float(good != false),)
+        return " ".join([*principles, *world_answer, *sides, self.form.verdict(verdict_scores)])
 
     def _levels(self, inner: Task, text: str) -> str:
         """Each feature of a completion as its initial and a whole number, such as `c4p2l3`."""

@@ -44,12 +44,15 @@ def shielded(content: Content, specials: Sequence[str], shield: str) -> Content:
     shielded_parts: list[ContentPart] = []
     text_before = ""
     for part in whole:
-        border, joined = len(text_before), text_before + part.text
-        # A name may begin in the parts before: it is searched in a window of len(s) - 1 characters around the border.
-        spans_border = any(joined.find(s, max(0, border - len(s) + 1), border + len(s) - 1) >= 0 for s in specials)
         if part.type == "text" and shielded_parts:
+            border, joined = len(text_before), text_before + part.text
+            # A name may begin in the parts before: it is searched in len(s) - 1 characters on each side of the border.
+            spans_border = any(joined.find(s, max(0, border - len(s) + 1), border + len(s) - 1) >= 0 for s in specials)
             body = part.text.lstrip()
-            part = ContentPart("text", part.text[: len(part.text) - len(body)] + shield + body)
-        shielded_parts.append(ContentPart("text", shield + part.text) if spans_border else part)
-        text_before += shielded_parts[-1].text
+            # A name that spans the border may end inside the white space, such as `<|a|>` with a line feed. The shield
+            # behind the white space would leave it whole, so one stands in front too.
+            in_front = shield if spans_border else ""
+            part = ContentPart("text", in_front + part.text[: len(part.text) - len(body)] + shield + body)
+        shielded_parts.append(part)
+        text_before += part.text
     return tuple(shielded_parts)

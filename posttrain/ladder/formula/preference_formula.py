@@ -2,6 +2,7 @@
 
 l   log pi - log ref of a token; log pi without a reference         h   score of a completion
 u   beta h, less the shift                                          x   the margin of a pair
+f   the link, `link(x)` in PREFERENCE_FORM; f(-x): with the sides of the pair exchanged. In a row f: the f-divergence
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ def preference_formulas(a: PreferenceAlgorithm) -> list[tuple[str, str]]:
     else:
         rows = [("h", f"{a.statistic.words()}, {_AGAINST[a.against]}")]
         if type(a.divergence).__name__ != "ReverseKL":
+            # Here f is the divergence: h is not the statistic of the row above, but what this line makes of it.
             rows.append(("f", a.divergence.words()))
         rows.append(_link_input(a))
         rows.append(("loss", loss))

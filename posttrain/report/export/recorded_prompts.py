@@ -12,7 +12,7 @@ import numpy as np
 from posttrain.core.types import Message, Segment
 from posttrain.environment.templates.renderer import History, Renderer
 from posttrain.record.run_reader import EpisodeFile, episode_files, read_episodes
-from posttrain.system.errors import DataError, LimitError, RunFolderError
+from posttrain.system.errors import DataError, RunFolderError
 
 MOST = 8
 """The number of prompts (or of answers) that are compared."""
@@ -69,6 +69,7 @@ def recorded_answers(folder: Path, version: int) -> list[Segment]:
     """
     # From the newest file back, until one has answers of exactly these weights.
     for file in reversed([f for f in episode_files(folder) if f.path.is_file()]):
+        # A greedy token is recorded with log-prob 0, which is not the model's, so there is nothing to compare with.
         spoken = [s for r in read_episodes(file.path) for s in r.episode.segments if s.spoken and not s.sampling.greedy]
         of_version = sorted((s for s in spoken if (s.version[s.mask] == version).all()), key=lambda s: len(s.ids))
         if of_version:
@@ -87,15 +88,12 @@ def generated_prompts(tokenizer: Any, rows: int, context: int) -> list[ComparedP
     ]
 
 
-def rendered(tokenizer: Any, stop_ids: Sequence[int], history: History, prompt: str | Sequence[Message]) -> Any:
-    """The ids of a prompt, rendered as the run does it, with any tokenizer and its chat template.
-
-    If it cannot be rendered with them, a text that says why.
-    """
+def rendered(
+    tokenizer: Any, stop_ids: Sequence[int], history: History, prompt: str | Sequence[Message]
+) -> np.ndarray | str:
+    """The ids of a prompt, int32 [T], rendered as the run does it, with any tokenizer and its chat template; if they
+    cannot render it, a text that says why. LimitError where the template takes too much time or memory."""
     try:
         return Renderer(tokenizer, stop_ids, None, history).prompt(prompt)
-    # A prompt that is too long says nothing about the tokenizer, so it is no text of a comparison.
-    except LimitError:
-        raise
     except DataError as error:
         return str(error)

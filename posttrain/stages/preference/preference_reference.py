@@ -27,7 +27,7 @@ REMEMBERED = 4
 
 
 def segments_of(packed: Packed, episodes: Sequence[int]) -> list[Segment]:
-    """The completions of a minibatch, built from its tokens alone."""
+    """The completions of a minibatch, built from its tokens alone. Each ends its sequence (`completion_ends_once`)."""
     out: list[Segment] = []
     for e in episodes:
         ids = packed.ids_of(e)
@@ -130,7 +130,7 @@ class ReferenceCheck(Observer):
 
 def under_other_prompts(batch: Batch, longest: int) -> list[Segment]:
     """Each prompt of a minibatch, followed by the completion of the nearest row before it, in a circle, with another
-    prompt. A sequence of more than `longest` tokens is left out."""
+    prompt. A sequence of more than `longest` tokens is left out. A completion is the tail of its sequence."""
     ids_E = [batch.ids_of(e) for e in range(batch.episodes)]
     spoken_E = np.bincount(batch.sequence_M, minlength=batch.episodes)
     parts = [(ids[: len(ids) - n], ids[len(ids) - n :]) for ids, n in zip(ids_E, spoken_E.tolist(), strict=True)]

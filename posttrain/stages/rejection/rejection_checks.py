@@ -1,8 +1,9 @@
 """Checks that a rejection sampling stage imitates right answers, each once, under its own prompt, from the right
 weights.
 
-The kept candidates are compared with the episodes that were played. The selection is computed a second time here,
-without the stage's code.
+The kept candidates are compared with the episodes that were played. Whether one may be kept is decided a second time,
+without the stage's code (`may_be_kept`). Whether a prompt has any to keep is not: `nothing_is_lost` asks the rule
+(`Keep.chosen`), as the stage does, so a rule that keeps nothing where it should is not found.
 """
 
 from __future__ import annotations
@@ -110,6 +111,7 @@ def nothing_is_lost(
     kept: Sequence[Candidate], rewards: Mapping[str, Sequence[float]], m: RejectionMethod, i: int
 ) -> None:
     """Checks that no prompt is lost: if one of its completions passes the method's rule, at least one is kept."""
+    # `may_be_kept` cannot tell what must be kept: it forgives rounding at a threshold, and knows only shipped rules.
     lost = sorted(
         {name for name, of_prompt in rewards.items() if m.keep.chosen(of_prompt, i)} - {c.prompt for c in kept}
     )
@@ -177,19 +179,20 @@ def imitates_kept(batch: Batch, rows: Mapping[Row, int], kept: int, stage: Rejec
             f"{' of a truncated distribution' if batch.sampling.truncated else ''}: what is learned would be another"
             " model than the one that is sampled. Imitate under the model's own distribution"
         )
-    # A pass over the kept completions has n = ceil(kept / own) steps. Step i (from 0) gets
-    # kept * (i + 1) // n - kept * i // n completions, so sizes differ by at most 1. Of 7 completions with own = 3, the
-    # 3 steps get 2, 2 and 3. `whole`: number of all sequences of a step -> number of the kept ones among them.
-    sizes = {kept * (i + 1) // n - kept * i // n for n in [-(-kept // stage.own)] for i in range(n)}
-    whole = {k + (stage.shown_beside(k) if stage.style is not None else 0): k for k in sizes}
-    if batch.episodes not in whole:
-        wanted = " or ".join(f"{k} + {n - k}" for n, k in sorted(whole.items()))
+    # A pass over the kept completions has ceil(kept / own) steps, whose sizes differ by at most 1: of 7 completions
+    # with own = 3, the 3 steps get 2, 2 and 3.
+    steps = -(-kept // stage.own)
+    sizes = {kept * (i + 1) // steps - kept * i // steps for i in range(steps)}
+    # Number of all sequences of a step -> number of the kept ones among them, which come before the demonstrations.
+    kept_of = {k + (stage.shown_beside(k) if stage.style is not None else 0): k for k in sizes}
+    if batch.episodes not in kept_of:
+        wanted = " or ".join(f"{k} + {n - k}" for n, k in sorted(kept_of.items()))
         raise InvariantError(
             f"the minibatch has {batch.episodes} sequences, and {wanted} kept completions and demonstrations belong to"
             f" a step ({kept} are kept, {stage.name}.batch={stage.batch}, {stage.name}.general={stage.general:g}): some"
             " are lost or doubled"
         )
-    imitated = [r for r, e in zip(rows_of(batch), batch.sequence_S.tolist(), strict=True) if e < whole[batch.episodes]]
+    imitated = [r for r, e in zip(rows_of(batch), batch.sequence_S, strict=True) if e < kept_of[batch.episodes]]
     # The difference of two multisets. A sequence that is in the minibatch more often than it was kept remains too.
     strange = Counter(imitated) - Counter(dict(rows))
     if strange:
@@ -316,13 +319,14 @@ class RejectionCheck(Observer):
         settings = roles.stage.method.regenerate
         assert settings is not None  # nothing else makes the event
         text = roles.rollout.dialogue("").text
-        shared: set[Episode] = set()
+        # Wrong answers of one group that begin alike share the completions of that beginning (`Regenerator`).
+        noted: set[Episode] = set()
         for a in event.answers:
             goes_on_from_its_step(a, settings, text)
             for c in said_anew(a, settings):
-                if c in shared:
+                if c in noted:
                     continue
-                shared.add(c)
+                noted.add(c)
                 self._played[c.task.id, c.visit, c.sibling, False, (a.episode.sibling, a.kept)] = c
                 self._note_reward(c.task.id, c)
 

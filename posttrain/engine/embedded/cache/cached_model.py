@@ -39,7 +39,7 @@ class CachedModel:
     """
 
     others: tuple[CachePool, ...] = ()
-    """Pools of other models, with the same rows as `pool`."""
+    """Pools of other models, which cache each token in the same row as `pool`."""
 
     def __init__(
         self,
@@ -56,13 +56,13 @@ class CachedModel:
         self.read_out, shapes = accept(module, context)
         prove_logits(self.read_out)
         self.kernels: KernelChoice = kernels
-        self._rows = rows
-        self._serve(shapes, context)
+        self._logit_rows = rows
+        self._make_cache(shapes, context)
 
-    def _serve(self, shapes: list[LayerShape], context: int) -> None:
-        """Make the pool, for layers of these shapes, and the decoder."""
+    def _make_cache(self, shapes: list[LayerShape], context: int) -> None:
+        """Make the pool, for layers of these shapes, and the decoder that reads it. `RecomputedModel` overrides it."""
         module, device = self.module, self.read_out.weight.device
-        # Only a draft model comes here: what an engine samples from becomes a `RecomputedModel` (`served_model`).
+        # A recurrent state. Only a draft model has one here: for an engine `served_model` makes a `RecomputedModel`.
         if not shapes:
             raise EngineError(
                 f"{type(module).__name__} keeps a recurrent state, so it cannot draft. Leave engine.draft out"
@@ -76,6 +76,7 @@ class CachedModel:
         self.fused = isinstance(decoder, FusedDecoder)
         """Whether the decoder is the fused one (`fused_decoder.FusedDecoder`)."""
         self.lanes = decoder.lanes if isinstance(decoder, FusedDecoder) else 1
+        """The decoder computes positions in groups of this size (`forward_plan.room_in_lanes`)."""
 
     def load(self, tensors: Iterable[tuple[str, Any]]) -> None:
         """Copy new weights into the module, all of them or none."""
@@ -99,7 +100,7 @@ class CachedModel:
         return hidden, dense
 
     def routed(self, rows: np.ndarray) -> np.ndarray | None:
-        """int16 [T, R, K]: the experts that computed the tokens cached in these rows; None where there are none."""
+        """int16 [T, R, K]: the experts that computed the tokens in these pool rows; None where there are none."""
         return self.pool.routed(rows) if isinstance(self.pool, RoutedPool) else None
 
     def ahead(self, slots: Slots, at: np.ndarray, ids: np.ndarray, position: np.ndarray) -> Tensor:
@@ -110,10 +111,10 @@ class CachedModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[B, V]"""
-        if self._rows is None:
+        if self._logit_rows is None:
             return self.read_out.logits(hidden)
         # The bits of a product may depend on its number of rows, so that number is the same in every call.
-        padded = hidden.new_zeros((self._rows, hidden.shape[1]))
+        padded = hidden.new_zeros((self._logit_rows, hidden.shape[1]))
         padded[: len(hidden)] = hidden
         return self.read_out.logits(padded)[: len(hidden)]
 

@@ -33,12 +33,12 @@ MOST_IDS = 1 << 24
 class RecomputedModel(CachedModel):
     """`CachedModel` of a model with a recurrent state."""
 
-    def _serve(self, shapes: list[LayerShape], context: int) -> None:
+    def _make_cache(self, shapes: list[LayerShape], context: int) -> None:
         if self.vocabulary > MOST_IDS:
             raise EngineError(f"a vocabulary of {self.vocabulary:,} ids: at most {MOST_IDS:,} can be cached")
         # No attention runs over this pool, so it needs no compiled kernels.
         self.pool = CachePool([TOKEN], torch.float32, self.read_out.weight.device, "torch")
-        self.fused, self.lanes, self._rows = False, 1, None  # `refuse_same_bits` has refused fixed rows
+        self.fused, self.lanes, self._logit_rows = False, 1, None  # `refuse_same_bits` has refused fixed rows
         self._layout = RowLayout(self.kernels)
 
     def load(self, tensors: Iterable[tuple[str, Any]]) -> None:
