@@ -50,6 +50,16 @@ def test_tools_that_move_behind_the_last_question_rewrite_history() -> None:
     assert "rewrites history" in why and "AVAILABLE_TOOLS" in why
 
 
+@pytest.mark.parametrize("name", [n for n, f in FAMILIES.items() if f.call])
+def test_a_template_writes_its_first_call_as_all_later_ones(name: str) -> None:
+    """Its form of calls is known before the first one is written."""
+    f, new = FAMILIES[name], [Message(role="tool", content="r", name="probe_tool", tool_call_id="call00000")]
+    first, later = Chat(tokenizer(f), f.stops), Chat(tokenizer(f), f.stops)
+    assert later.format == f.format
+    said = f.thought + f.call
+    assert first.rewritten(USER, said, new, [WEATHER]) == later.rewritten(USER, said, new, [WEATHER])
+
+
 def test_a_stop_token_without_a_text_ends_no_turn() -> None:
     chat = Chat(tokenizer(FAMILIES["qwen2.5"]), ["", "<|im_end|>"])
     assert chat.stops == ("<|im_end|>",) and chat.format == "hermes"
