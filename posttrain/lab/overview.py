@@ -43,6 +43,7 @@ WORDS = {
     "is a model of what people prefer.",
 }
 PAPERS = (
+    # name, number on arXiv, subject, what is in it, page that shows it, minutes of reading
     ("DeepSeekMath", "2402.03300", "algorithms", "GRPO: siblings in place of a value model", "11", 30),
     ("DeepSeek-R1", "2501.12948", "algorithms", "rules alone as reward, then four stages", "23", 30),
     ("DAPO", "2503.14476", "algorithms", "four repairs of GRPO", "13", 25),
@@ -83,7 +84,7 @@ def map_page(where: Where) -> str:
         id="main",
     )  # fmt: skip
     whole = sum(e.whole for e in entries())
-    foot = tag("footer", f"{whole + 1} of {len(entries()) + 1} pages are whole. ", _left(), _free(where))
+    foot = tag("footer", f"{whole + 1} of {len(entries()) + 1} pages are whole. ", _unfinished(), _move_freely(where))
     return document(
         "The map - posttrain lab",
         tag("header", tag("a", "to the page", href="#main", class_="skip"), tag("span", "posttrain lab"), class_="top"),
@@ -95,26 +96,29 @@ def map_page(where: Where) -> str:
 
 
 def _linked(main: Markup, where: Where) -> Markup:
-    """Puts the addresses of pages into the places that name them by number."""
+    """Puts the addresses of pages into the links that name a page by number, such as `page:04`."""
     for e in entries():
         main = Markup(main.replace(f'href="page:{e.number}"', f'href="{address(e, where)}"'))
     return main
 
 
-def _left() -> str:
+def _unfinished() -> str:
+    """The pages that wait for something, and for what; '' where all are whole."""
     missing = [f"{e.number} {e.title} ({e.missing})" for e in entries() if not e.whole]
     return f"Not yet: {'; '.join(missing)}. " if missing else ""
 
 
-def _free(where: Where) -> str:
+def _move_freely(where: Where) -> str:
     return "With the library installed, posttrain lab lets every knob move freely." if where == "site" else ""
 
 
-def _known() -> dict[str, Entry]:
+def _by_number() -> dict[str, Entry]:
     return {e.number: e for e in entries()}
 
 
 def _ways() -> Markup:
+    """Both ways as rows of links; `_linked` puts the addresses in."""
+
     def shown(name: str) -> Markup:
         pages = way(name)
         links = [tag("li", tag("a", f"{e.number} {e.title}", href=f"page:{e.number}")) for e in pages]
@@ -159,6 +163,7 @@ def _part(part: str, where: Where) -> Markup:
 
 
 def _place(e: Entry, where: Where) -> Markup:
+    # What the search of the map looks through.
     words = f"{e.number} {e.name} {e.title} {e.part} {e.force} {e.question}".lower()
     number = tag("span", tag("span", e.number if e.whole else f"{e.number}, not whole"), class_="number")
     return tag(
@@ -171,6 +176,7 @@ def _place(e: Entry, where: Where) -> Markup:
 
 
 def _roles() -> Markup:
+    # In pixels: boxes of 190 x 64, a column every 250 and a row every 110. `ARROWS` go between them.
     boxes: list[Markup] = []
     for name, room, words, column, row in ROLES:
         x, y = 20 + column * 250, 20 + row * 110
@@ -215,10 +221,10 @@ def _words() -> Markup:
 
 
 def _papers(where: Where) -> Markup:
-    known = _known()
+    by_number = _by_number()
     rows = [
         tag("li", f"{name} ({arxiv}, {subject}), {minutes} min: {words}. ",
-            *([tag("a", f"Page {number}", href=f"page:{number}")] if number in known else []))
+            *([tag("a", f"Page {number}", href=f"page:{number}")] if number in by_number else []))
         for name, arxiv, subject, words, number, minutes in PAPERS
     ]  # fmt: skip
     total = sum(p[-1] for p in PAPERS)

@@ -78,7 +78,8 @@ def compute(k: lab.Values) -> lab.Readout:
     weights = weigh(rule, (10, 100), (0, 0), 100)
     lengths = list(range(60, 101, 5))
     gauges = {"rollout/reward": by_step["reward"], "rollout/solved": by_step["reward"],
-              "credit/silent": by_step["silent"], "rollout/mixed": by_step["mixed"], "rollout/truncated": [0.0] * STEPS}  # fmt: skip
+              "credit/silent": by_step["silent"], "rollout/mixed": by_step["mixed"],
+              "rollout/truncated": [0.0] * STEPS}  # fmt: skip
     spoken_rules = lab.by_rules(lab.recorded(gauges), Reinforce(name="rl", algorithm=PLAIN), "too_easy")
     # A step that learns from no group counts as 0 useful.
     useful, empty_steps = float(np.mean([1 - s for s in by_step["silent"]])), sum(s == 1 for s in by_step["silent"])
