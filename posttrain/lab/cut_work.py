@@ -62,8 +62,7 @@ class Trainings:
         process = self._context.Process(target=_train, args=(name, values, theirs), daemon=True)
         self._running = process
         await asyncio.to_thread(process.start)
-        # Only the process may hold this end: the pipe then closes when the process ends.
-        theirs.close()
+        theirs.close()  # only the process may hold this end: the pipe then closes when the process ends
         try:
             async with asyncio.timeout(LONGEST):
                 while await _readable(ours):

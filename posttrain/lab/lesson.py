@@ -133,8 +133,7 @@ ALWAYS = {"optim/steps": 1.0, "optim/grad_norm": 0.0}
 
 
 def recorded(series: Mapping[str, Sequence[float]], stage: str = "rl") -> list[Step]:
-    """Steps of a record with these gauges, as rules read them: one value a step, each counted once. After the end of a
-    shorter series the steps do not have its gauge.
+    """Steps of a record with these gauges, as rules read them: one value a step, each counted once.
 
     >>> [s.gauges["rollout/reward"].mean for s in recorded({"rollout/reward": [0.5, 0.25]})]
     [0.5, 0.25]

@@ -88,11 +88,10 @@ def map_page(where: Where) -> str:
     return document(
         "The map - posttrain lab",
         tag("header", tag("a", "to the page", href="#main", class_="skip"), tag("span", "posttrain lab"), class_="top"),
-        _linked(main, where),
-        foot,
+        _linked(main, where), foot,
         styles=tuple(file_address(s, where) for s in ("page.css", "lab.css")),
         scripts=(file_address("map.js", where),),
-    )
+    )  # fmt: skip
 
 
 def _linked(main: Markup, where: Where) -> Markup:
@@ -117,8 +116,6 @@ def _by_number() -> dict[str, Entry]:
 
 
 def _ways() -> Markup:
-    """Both ways as rows of links; `_linked` puts the addresses in."""
-
     def shown(name: str) -> Markup:
         pages = way(name)
         links = [tag("li", tag("a", f"{e.number} {e.title}", href=f"page:{e.number}")) for e in pages]
@@ -141,13 +138,9 @@ def _search() -> Markup:
         for (name, words), tone in zip(FORCES.items(), ("one", "two", "three"), strict=True)
     ]
     return tag(
-        "div",
-        tag("h2", "Pages"),
-        label,
-        field,
-        tag("p", id="count", class_="soft"),
+        "div", tag("h2", "Pages"), label, field, tag("p", id="count", class_="soft"),
         tag("ul", *forces, class_="legend"),
-    )
+    )  # fmt: skip
 
 
 def _part(part: str, where: Where) -> Markup:
@@ -155,53 +148,33 @@ def _part(part: str, where: Where) -> Markup:
     if not pages:
         return Markup("")
     return tag(
-        "section",
-        tag("h3", f"{part.capitalize()}: {PART_WORDS[part]}"),
-        tag("ul", *(_place(e, where) for e in pages), class_="places"),
-        class_="part-of",
-    )
+        "section", tag("h3", f"{part.capitalize()}: {PART_WORDS[part]}"),
+        tag("ul", *(_place(e, where) for e in pages), class_="places"), class_="part-of",
+    )  # fmt: skip
 
 
 def _place(e: Entry, where: Where) -> Markup:
-    # What the search of the map looks through.
-    words = f"{e.number} {e.name} {e.title} {e.part} {e.force} {e.question}".lower()
+    words = f"{e.number} {e.name} {e.title} {e.part} {e.force} {e.question}".lower()  # what the search looks through
     number = tag("span", tag("span", e.number if e.whole else f"{e.number}, not whole"), class_="number")
     return tag(
-        "li",
-        tag("a", number, tag("span", e.title), href=address(e, where), title=e.question),
-        class_=f"place {e.force}{'' if e.whole else ' part'}",
-        data_number=e.number,
-        data_words=words,
-    )
+        "li", tag("a", number, tag("span", e.title), href=address(e, where), title=e.question),
+        class_=f"place {e.force}{'' if e.whole else ' part'}", data_number=e.number, data_words=words,
+    )  # fmt: skip
 
 
 def _roles() -> Markup:
-    # In pixels: boxes of 190 x 64, a column every 250 and a row every 110. `ARROWS` go between them.
-    boxes: list[Markup] = []
+    boxes: list[Markup] = []  # in pixels: 190 x 64, a column every 250, a row every 110; `ARROWS` go between them
     for name, room, words, column, row in ROLES:
         x, y = 20 + column * 250, 20 + row * 110
-        boxes.append(
-            tag(
-                "g",
-                tag("rect", x=x, y=y, width=190, height=64, rx=8),
-                tag("text", name, x=x + 95, y=y + 29, class_="name"),
-                tag("text", room, x=x + 95, y=y + 48),
-                tabindex="0",
-                role="img",
-                aria_label=f"{name}: {words}",
-                data_told=f"{name}. {words}",
-            )
-        )
+        boxes.append(tag(
+            "g", tag("rect", x=x, y=y, width=190, height=64, rx=8),
+            tag("text", name, x=x + 95, y=y + 29, class_="name"), tag("text", room, x=x + 95, y=y + 48),
+            tabindex="0", role="img", aria_label=f"{name}: {words}", data_told=f"{name}. {words}",
+        ))  # fmt: skip
     head = tag(
-        "marker",
-        tag("path", d="M0 0 L8 4 L0 8"),
-        id="tip",
-        markerWidth=9,
-        markerHeight=9,
-        refX=7,
-        refY=4,
-        orient="auto",
-    )
+        "marker", tag("path", d="M0 0 L8 4 L0 8"), id="tip", markerWidth=9, markerHeight=9,
+        refX=7, refY=4, orient="auto",
+    )  # fmt: skip
     drawn = tag(
         "svg", tag("defs", head), *(tag("path", d=d, marker_end="url(#tip)") for d, *_ in ARROWS),
         *(tag("text", words, x=x, y=y) for _, words, x, y in ARROWS), *boxes,

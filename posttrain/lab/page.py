@@ -72,11 +72,9 @@ def lesson_page(lesson: Lesson, where: Where, first: dict[str, Any] | None = Non
     )
     body = (_top(lesson, where), main, data("lesson", lesson_data))
     return document(
-        f"{lesson.number} {lesson.title} - posttrain lab",
-        *body,
-        styles=tuple(file_address(s, where) for s in STYLES),
-        scripts=tuple(file_address(s, where) for s in SCRIPTS),
-    )
+        f"{lesson.number} {lesson.title} - posttrain lab", *body,
+        styles=tuple(file_address(s, where) for s in STYLES), scripts=tuple(file_address(s, where) for s in SCRIPTS),
+    )  # fmt: skip
 
 
 def waiting_page(entry: Entry) -> str:
@@ -86,7 +84,6 @@ def waiting_page(entry: Entry) -> str:
     html = document(
         entry.title, tag("main", tag("h1", entry.title), tag("p", text)), styles=("/static/page.css",), scripts=()
     )
-    # Every second, so the page itself comes soon after the library.
     return html.replace("<title>", f"{refresh}<title>", 1)
 
 
@@ -108,23 +105,13 @@ def _bench(lesson: Lesson) -> Markup:
     ]  # fmt: skip
     progress = [tag("progress", id="progress", value=0, max=1, aria_label="training")] * (lesson.pace == "train")
     left = tag(
-        "form",
-        *(_knob(k) for k in lesson.knobs),
-        tag("div", *buttons, *breaks, class_="buttons"),
-        *progress,
-        tag("p", id="status", class_="status", role="status"),
-        class_="knobs",
-        id="knobs",
-        aria_label="knobs",
-    )
+        "form", *(_knob(k) for k in lesson.knobs), tag("div", *buttons, *breaks, class_="buttons"), *progress,
+        tag("p", id="status", class_="status", role="status"), class_="knobs", id="knobs", aria_label="knobs",
+    )  # fmt: skip
     right = tag(
-        "div",
-        tag("p", id="sentence", class_="sentence", aria_live="polite"),
-        tag("ul", id="values", class_="values"),
-        tag("div", id="says", aria_live="polite"),
-        tag("div", id="pictures"),
-        class_="shown",
-    )
+        "div", tag("p", id="sentence", class_="sentence", aria_live="polite"), tag("ul", id="values", class_="values"),
+        tag("div", id="says", aria_live="polite"), tag("div", id="pictures"), class_="shown",
+    )  # fmt: skip
     return tag("section", left, right, class_="bench", aria_label="the experiment")
 
 
@@ -234,8 +221,7 @@ def source(name: str) -> tuple[str, int, str]:
     Raises:
         ConfigError: there is no such name.
     """
-    # The longest path that is a file is the module; what is left are names in it.
-    parts = name.split(".")[1:]
+    parts = name.split(".")[1:]  # the longest path that is a file is the module; what is left are names in it
     for cut in range(len(parts) - 1, 0, -1):
         path = PACKAGE.joinpath(*parts[:cut]).with_suffix(".py")
         if not path.is_file():

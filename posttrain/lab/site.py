@@ -32,8 +32,7 @@ TRAINED = 3
 
 
 def positions(knob: Any, count: int) -> list[Any]:
-    """Values of a knob on a grid. Of a slider at most `count`, equal ways apart, the default in place of the nearest one; of
-    other knobs all."""
+    """Values of a knob on a grid: of a slider at most `count`, equal ways apart, one of them moved to the default."""
     if not isinstance(knob, Slider):
         return list(knob.tried())
     shares = [i / (count - 1) for i in range(count)]
@@ -53,7 +52,7 @@ def main_knobs(lesson: Lesson) -> list[Any]:
 
 
 def grid(lesson: Lesson, count: int) -> dict[str, Any]:
-    """Readouts on a grid of the lesson's main knobs (the last one moves fastest), those of its breaks, and its claims."""
+    """Readouts on a grid of the lesson's main knobs, the last of them fastest, those of its breaks, and its claims."""
     names = [k.name for k in main_knobs(lesson)]
     values = [positions(k, count) for k in main_knobs(lesson)]
     readouts = [

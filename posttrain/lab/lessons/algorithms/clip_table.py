@@ -84,8 +84,7 @@ def compute(k: lab.Values) -> lab.Readout:
                    (f"ratio below {1 - eps:.2f}", "between", f"ratio above {1 + eps:.2f}"), table,
                    [[branch(clip, max(r, 0.01), s) for s in SIGNS.values()] for r in row_ratios], low=-2, high=2,
                    chosen=(row, 0 if advantage > 0 else 1)),
-            # A sign is named by its part in brackets: "A > 0".
-            Curve("Push of a token, by its ratio", ratios.tolist(),
+            Curve("Push of a token, by its ratio", ratios.tolist(),  # a sign is named by its part in brackets: "A > 0"
                   {n.split(" (")[1][:-1]: [pushed(clip, float(r), s) for r in ratios] for n, s in SIGNS.items()},
                   x_label="ratio new / old", low=0, high=2, at=ratio),
             Curve("Credit of the first of 16 tokens, by lambda", LAMBDAS,

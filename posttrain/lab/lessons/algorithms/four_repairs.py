@@ -37,9 +37,8 @@ def train(k: lab.Values, seed: int) -> dict[str, list[float]]:
     learned from (1 where there are none); prompts asked, over eight; entropy of the policy in nats."""
     a: Algorithm = replace(PLAIN, clip=DAPO.clip) if k["higher"] else PLAIN
     policy, rng = world(float(k["right"])), torch.Generator().manual_seed(seed)
-    trainer = ToyTrainer(
-        a, policy, torch.optim.SGD(policy.parameters(), lr=float(k["eta"])), G, seed, minibatches=2, epochs=2
-    )
+    trainer = ToyTrainer(a, policy, torch.optim.SGD(policy.parameters(), lr=float(k["eta"])), G, seed,
+                         minibatches=2, epochs=2)  # fmt: skip
     by_step: dict[str, list[float]] = {"reward": [], "silent": [], "asked": [], "entropy": [], "mixed": []}
     for _ in range(STEPS):
         prompts = torch.randint(2 * PROMPTS, (PROMPTS * (MOST_ASKED if k["dynamic"] else 1),), generator=rng)
@@ -53,7 +52,6 @@ def train(k: lab.Values, seed: int) -> dict[str, list[float]]:
         by_step["mixed"].append(float(mixed(rewards[:asked]).mean()))
         by_step["silent"].append(float(1 - mixed(rewards[keep]).mean()) if len(keep) else 1.0)
         by_step["asked"].append(asked / PROMPTS)
-        # The entropy of a policy of one token does not depend on the answer: one for each prompt will do.
         one_each = ask(policy, torch.arange(2 * PROMPTS), rng)
         by_step["entropy"].append(float(said_logp(policy, one_each)[1].detach().mean()))
         if len(keep) >= 2:  # one group at least for each of two minibatches
@@ -62,8 +60,7 @@ def train(k: lab.Values, seed: int) -> dict[str, list[float]]:
 
 
 def penalty(length: int, overlong: bool) -> float:
-    """Returns the amount, 0 or below, that an answer of this length is paid on top of its reward, where 100 tokens are
-    allowed."""
+    """Returns the amount that an answer of this length is paid on top of its reward, where 100 tokens are allowed."""
     group = scored_group("a", [PlainEpisode(0.0, [[length]], np.full(length, -1.0))])
     episodes = [s.episode for s in group.episodes]
     shape = (Overlong(cache=0.2),) if overlong else ()
@@ -81,7 +78,6 @@ def compute(k: lab.Values) -> lab.Readout:
               "credit/silent": by_step["silent"], "rollout/mixed": by_step["mixed"],
               "rollout/truncated": [0.0] * STEPS}  # fmt: skip
     spoken_rules = lab.by_rules(lab.recorded(gauges), Reinforce(name="rl", algorithm=PLAIN), "too_easy")
-    # A step that learns from no group counts as 0 useful.
     useful, empty_steps = float(np.mean([1 - s for s in by_step["silent"]])), sum(s == 1 for s in by_step["silent"])
     return lab.Readout(
         pictures=(

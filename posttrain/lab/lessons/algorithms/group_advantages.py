@@ -23,7 +23,7 @@ def credit(*rewards: float) -> tuple[np.ndarray, bool]:
 def said_of(rewards: list[float], silent: bool) -> tuple[lab.Speech, ...]:
     """Returns the messages of a run whose groups all look like this one."""
     mean, solved = float(np.mean(rewards)), float(np.mean([r == 1 for r in rewards]))
-    # Every group is this one, so a share of groups is 0 or 1. Eight steps are more than the rules look back.
+    # A share of groups is 0 or 1, as all are this one. Eight steps are more than the rules look back.
     steps = {"rollout/reward": mean, "rollout/mixed": 0.0 if silent else 1.0, "rollout/solved": solved}
     steps |= {"credit/silent": float(silent), "rollout/truncated": 0.0, "policy/kl_step": 0.0}
     history = lab.recorded({name: [x] * 8 for name, x in steps.items()})
@@ -34,7 +34,6 @@ def compute(k: lab.Values) -> lab.Readout:
     rewards = [float(k[n]) for n in NAMES]
     credits, silent = credit(*rewards)
     mean, std = float(np.mean(rewards)), float(np.std(rewards, ddof=1))
-    # The same credit, divided by the other standard deviation.
     over_k = credits * std / np.std(rewards) if not silent else credits
     best = NAMES[int(np.argmax(credits))]
     sentence = (
@@ -50,12 +49,8 @@ def compute(k: lab.Values) -> lab.Readout:
                  low=-2, high=2),
         ),
         sentence=sentence,
-        values={
-            "mean": mean,
-            "std over K - 1": std,
-            "std over K": float(np.std(rewards)),
-            "largest": float(credits.max()),
-        },
+        values={"mean": mean, "std over K - 1": std, "std over K": float(np.std(rewards)),
+                "largest": float(credits.max())},
         says=said_of(rewards, silent),
     )  # fmt: skip
 
@@ -104,6 +99,5 @@ LESSON = lab.Lesson(
 
 
 def _ddof0(*rewards: float) -> np.ndarray:
-    """Credit divided by the standard deviation over K, as the curriculum has it."""
     ours, _ = credit(*rewards)
     return ours * np.std(rewards, ddof=1) / np.std(rewards)

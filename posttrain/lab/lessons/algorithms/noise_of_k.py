@@ -35,8 +35,7 @@ def estimate(rule: str, k: int, rng: torch.Generator) -> np.ndarray:
     loss, _ = loss_of(a, batch_of(a, answers, credit, rewards_PG.shape[1], start, start), policy, answers)
     loss.backward()
     assert policy.table.grad is not None
-    # The loss falls where the expected reward rises.
-    return -policy.table.grad[0, 0].numpy()
+    return -policy.table.grad[0, 0].numpy()  # the loss falls where the expected reward rises
 
 
 EXACT = (REWARDS - REWARDS.mean()) / 5

@@ -25,17 +25,10 @@ def timed(k: lab.Values, **other: int) -> Throughput:
     work = Work(
         shape=shape_by_name(at["model"]),
         lengths=Lengths(prompt=512, mean=int(at["answer"]), most=8 * int(at["answer"]), cv=float(at["spread"])),
-        prompts=PROMPTS,
-        siblings=int(at["siblings"]),
-        width=2,
-        accelerator=True,
-        samples_answers=True,
-        reference=True,
-        slots=512,
-        vllm=True,
-        engines=0 if at["way"] == "colocated" else DEVICES // 2,
+        prompts=PROMPTS, siblings=int(at["siblings"]), width=2, accelerator=True, samples_answers=True, reference=True,
+        slots=512, vllm=True, engines=0 if at["way"] == "colocated" else DEVICES // 2,
         staleness=int(at["way"] == "asynchronous"),
-    )
+    )  # fmt: skip
     assumed = Assumed(reward=float(at["reward"]), judges=16, kept=float(at["kept"]))
     return throughput(work, machine(f"{DEVICES}xH100"), assumed)
 

@@ -22,12 +22,8 @@ def work(k: lab.Values, **other: int) -> Work:
     return Work(
         shape=shape_by_name(at["model"]),
         lengths=Lengths(prompt=int(at["prompt"]), mean=int(at["answer"]) + 1, most=int(at["answer"]) + 1),
-        prompts=1,
-        siblings=int(at["siblings"]),
-        micro_tokens=PASS,
-        width=2,
-        accelerator=at["where"] == "GPU",
-    )
+        prompts=1, siblings=int(at["siblings"]), micro_tokens=PASS, width=2, accelerator=at["where"] == "GPU",
+    )  # fmt: skip
 
 
 def saving(prompt: int, answer: int, siblings: int) -> float:
@@ -46,8 +42,7 @@ def compute(k: lab.Values) -> lab.Readout:
     now = work(k)
     prompt, answer, siblings = (int(k[n]) for n in ("prompt", "answer", "siblings"))
     fewer = siblings * (prompt + answer) / now.group_tokens
-    # While they are decoded, answers have half of their length in the mean.
-    reads_once, reads_each = prompt + siblings * answer / 2, siblings * (prompt + answer / 2)
+    reads_once, reads_each = prompt + siblings * answer / 2, siblings * (prompt + answer / 2)  # half is said so far
     # A tile has at most as many rows as tokens are learned from: here those of the most siblings, 64.
     tile = activations.tile(work(k, siblings=64))
     return lab.Readout(

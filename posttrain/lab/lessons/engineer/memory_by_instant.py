@@ -24,23 +24,14 @@ def work(k: lab.Values) -> Work:
     return Work(
         shape=shape_by_name(k["model"]),
         lengths=Lengths(prompt=PROMPT, mean=answer, most=answer),
-        prompts=8,
-        siblings=SIBLINGS,
-        micro_tokens=int(k["batch"]) * int(k["length"]),
-        width=2,
-        accelerator=True,
-        samples_answers=True,
-        reference=True,
-        checkpointing=k["again"],
-        ranks=int(k["devices"]),
-        slots=64,
-    )
+        prompts=8, siblings=SIBLINGS, micro_tokens=int(k["batch"]) * int(k["length"]), width=2, accelerator=True,
+        samples_answers=True, reference=True, checkpointing=k["again"], ranks=int(k["devices"]), slots=64,
+    )  # fmt: skip
 
 
 def compute(k: lab.Values) -> lab.Readout:
     place = places(work(k))[0]  # the process of learner and engine: here they share one
-    # The largest first; what is less than 1 % would be no bar that one sees.
-    terms = [t for t in place.held(place.peak) if t.bytes > 0.01 * place.most]
+    terms = [t for t in place.held(place.peak) if t.bytes > 0.01 * place.most]  # large enough to be seen
     fits = place.most <= ROOM
     usual = quoted(shape_by_name(k["model"]).parameters) / int(k["devices"])
     verdict = "It fits." if fits else "It **does not fit** into 80 GB."

@@ -42,8 +42,7 @@ def train(rule: str, ahead: int, lr: float = LR, seed: int = 0) -> Trained:
     a, out, rng = RULES[rule], Trained(), torch.Generator().manual_seed(seed)
     policy = WORLD.taught(seed, hidden=64, steps=300, right=0.3)
     trainer = ToyTrainer(a, policy, torch.optim.Adam(policy.parameters(), lr=lr), G, seed)
-    # The last `ahead` + 1 policies: the first of them samples.
-    past = deque([deepcopy(policy)], maxlen=ahead + 1)
+    past = deque([deepcopy(policy)], maxlen=ahead + 1)  # the last `ahead` + 1 policies: the first of them samples
     for _ in range(STEPS):
         answers = ask(past[0], siblings(torch.randint(WORLD.prompts, (GROUPS,), generator=rng), G), rng)
         rewards = WORLD.rewards(answers, G)
@@ -52,7 +51,6 @@ def train(rule: str, ahead: int, lr: float = LR, seed: int = 0) -> Trained:
         gauges = trainer.step(answers, credit_by_pattern(a, rewards).ravel())
         past.append(deepcopy(policy))
         out.accuracy.append(WORLD.accuracy(policy))
-        # No gauges: every group was silent, and nothing was learned.
         out.clipped.append(gauges["policy/clip_low"].mean + gauges["policy/clip_high"].mean if gauges else 0.0)
     return out
 
@@ -74,14 +72,10 @@ def compute(k: lab.Values) -> lab.Readout:
     ahead = 0 if way == TURNS else int(k["ahead"])
     trained, fresh = (train(str(k["rule"]), n, float(k["lr"]), int(k["seed"])) for n in (ahead, 0))
     step_seconds, in_turn = seconds(k, way), seconds(k, TURNS)
-    # Accuracy by time: that of each step stands at the second at which it ends.
     moments, step_numbers = np.linspace(step_seconds, STEPS * step_seconds, 40), np.arange(1, STEPS + 1)
     accuracy = {TURNS: np.interp(moments, step_numbers * in_turn, fresh.accuracy).tolist()}
-    accuracy |= (
-        {}
-        if way == TURNS
-        else {f"{way}, K = {ahead}": np.interp(moments, step_numbers * step_seconds, trained.accuracy).tolist()}
-    )
+    accuracy |= {} if way == TURNS else {
+        f"{way}, K = {ahead}": np.interp(moments, step_numbers * step_seconds, trained.accuracy).tolist()}  # fmt: skip
     busy = {"engines": float(k["rollout"]) / step_seconds, "learner": float(k["learn"]) / step_seconds}
     gap, clipped = float(np.mean(trained.gap)), float(np.mean(trained.clipped))
     ways = (TURNS, AT_ONCE, MEANWHILE)

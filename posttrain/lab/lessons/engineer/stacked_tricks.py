@@ -39,19 +39,15 @@ NAMES = ("refill slots", "share prompts", "prompts in pieces", "drafts")
 
 @dataclass
 class LetterModel:
-    """Stands in for the network: the next letter depends on the last one alone. It counts what each pass would cost.
+    """Stands in for the network, with what `Stepper` uses of it: the next letter depends on the last one alone. It
+    counts what each pass would cost."""
 
-    It has the methods and attributes of `CachedModel` that `Stepper` uses.
-    """
-
-    now: float = 0.0
-    """Seconds of all passes so far."""
+    now: float = 0.0  # seconds of all passes so far
     waits: float = 0.0
     """Seconds of the passes that took as long as reading the weights: more positions would have been free there."""
     passes: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
     """(seconds, slots that generate) of each pass."""
-    pool: Any = None
-    """What copies blocks of the cache: the model itself."""
+    pool: Any = None  # what copies blocks of the cache: the model itself
     kernels: str = "reference"
 
     def __post_init__(self) -> None:
@@ -77,7 +73,7 @@ class LetterModel:
 
 @cache
 def letters() -> Tensor:
-    """Log-probs [V, V] of the next letter after each letter, in float32 as the engine has them."""
+    """Log-probs [V, V] of the next letter (column) after each letter, in float32 as the engine has them."""
     return taught().float()
 
 
@@ -88,12 +84,10 @@ class Served:
     model: LetterModel
     times: list[list[float]]
     """Moment of each token of each request."""
-    accepted: float
-    """Share of the drafted tokens that were said; 0 without drafts."""
+    accepted: float  # share of the drafted tokens that were said; 0 without drafts
 
     @property
     def rate(self) -> float:
-        """Tokens a second of all answers together."""
         return sum(map(len, self.times)) / self.model.now
 
     @property
@@ -139,7 +133,7 @@ def serve(slots: int, length: int, temperature: float, on: tuple[bool, ...], pro
         if not share:
             ids[:2] = i % 26 + 1, i // 26  # two letters of its own at the start, so that nothing is found to be shared
         times.append([])
-        # Two tokens at least: one reader's speed is measured between the first and the last.
+        # Two tokens at least, as a reader's speed is measured between the first and the last.
         waiting.append(GenerateCall(ids, sampling_of(temperature), i, max(2, int(size)), Stop.LENGTH,
                                     loop.create_future(), _clock(model, times[-1])))  # fmt: skip
     while waiting or scheduler.unfinished or scheduler.queue:
@@ -173,8 +167,7 @@ def compute(k: lab.Values) -> lab.Readout:
     setting = int(k["slots"]), int(k["length"]), round(float(k["temperature"]), 2)
     on = tuple(bool(k[name]) for name in TRICKS)
     served, plain = serve(*setting, on), serve(*setting, (False,) * 4)
-    # Each trick that is on, on top of those before it.
-    rates = [("none", plain.rate)]
+    rates = [("none", plain.rate)]  # each trick that is on, on top of those before it
     for i, name in enumerate(NAMES):
         if on[i]:
             rates.append((f"+ {name}", serve(*setting, tuple(x and j <= i for j, x in enumerate(on))).rate))

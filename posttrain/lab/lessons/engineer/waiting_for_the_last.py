@@ -30,13 +30,12 @@ PLAIN: lab.Values = {"extra": False, "cap": False, "ahead": 0}
 
 
 def lengths_of(k: lab.Values) -> Lengths:
-    """The lengths that answers are drawn from, cut at the limit where the knob `cap` is on."""
+    """The lengths of answers, cut at the limit where the knob `cap` is on."""
     limit = round(float(k["limit"]) * float(k["mean"])) if k["cap"] else ENDLESS
     return Lengths(prompt=128, mean=float(k["mean"]), most=max(1, limit), cv=float(k["cv"]))
 
 
 def extra_of(k: lab.Values) -> int:
-    """Siblings that are started beyond K: a quarter of K."""
     return max(1, int(k["siblings"]) // 4) if k["extra"] else 0
 
 
@@ -55,10 +54,8 @@ def lost(o: LoopOutcome) -> float:
 
 
 def lanes(said: np.ndarray, kept: np.ndarray, cut: np.ndarray) -> dict[str, list[tuple[float, float, str, Tone]]]:
-    """At most 8 answers to the first prompt: what each says, and how long its slot then waits for the step to end.
-
-    Of one step, [prompt, sibling]: tokens that are said, which answers are kept, which are cut off.
-    """
+    """At most 8 answers to a step's first prompt: what each says, and how long its slot waits until the step ends.
+    Arguments are [prompt, sibling]: tokens said, which answers are kept, which are cut off."""
     out, end_of_step = dict[str, list[tuple[float, float, str, Tone]]](), float(said.max())
     for i, end in enumerate(said[0, :8].tolist()):
         tone: Tone = "bad" if not kept[0, i] else "two" if cut[0, i] else "good"
@@ -77,16 +74,14 @@ def compute(k: lab.Values) -> lab.Readout:
     said = np.minimum(said, np.sort(said, 2)[..., wanted - 1 : wanted])
     cut = natural > limited.most
     right = (rng.random(natural.shape) < RIGHT) & ~cut
-    # The share of a bool array among the answers that are kept, by step.
+    # The share of True among the answers that are kept, by step.
     kept_by_step = lambda values: [float(x[y].mean()) for x, y in zip(values, kept, strict=True)]  # noqa: E731
     cut_share, shorter = float(np.mean(kept_by_step(cut))), float(natural[kept].mean() / natural.mean())
-    # Without tricks it would be the first K of each prompt, said to their ends.
     tokens_share = float(said.sum() / natural[..., :wanted].sum())
     series: dict[str, list[float | None]] = {f"lognormal, CV {free.cv:g}": [longest(n, free.cv) for n in SIZES]}
     series |= {f"claimed, CV {c:g}": list(values) for c, values in CLAIMED.items()}
     stage = Reinforce(name="rl", sampling=Sampling(max_tokens=min(limited.most, 10**6)))
     history = lab.recorded({"rollout/truncated": kept_by_step(cut), "rollout/solved": kept_by_step(right)})
-    # (learned from, said for nothing, waits), without tricks and now.
     shares = [(o.slots_used * (1 - o.lost), o.slots_used * o.lost, 1 - o.slots_used) for o in (plain, now)]
     return lab.Readout(
         pictures=(
@@ -117,7 +112,6 @@ HEALTHY = {"siblings": 16, "mean": 200, "cv": 1.0, "extra": False, "cap": False,
 
 
 def lost_with(**on: int) -> Callable[[], float]:
-    """The share lost in 24 steps with these knobs, for a claim: computed when it is called."""
     return lambda: lost(play({**HEALTHY, **on}, 24))
 
 

@@ -41,9 +41,8 @@ def compute(k: lab.Values) -> lab.Readout:
         logits, pi, exact = policy.table.detach().clone(), probabilities(policy), exact_gradient(policy)
         trainer.step(answers, credit_by_pattern(REINFORCE, rewards[:, None])[:, 0])
         # Plain SGD: the step over its size is the gradient that it followed. Only that of the first step is shown.
-        first_gradient = first_gradient or {
-            "exact": exact.tolist(), "estimate": ((policy.table.detach() - logits)[0, 0] / k["eta"]).tolist()
-        }  # fmt: skip
+        first_gradient = first_gradient or {"exact": exact.tolist(), "estimate": (
+            (policy.table.detach() - logits)[0, 0] / k["eta"]).tolist()}  # fmt: skip
         paid.append(float(rewards.mean()))
         expected.append(float(probabilities(policy) @ REWARDS))
         kl_by_step.append(float(pi @ (pi.log() - probabilities(policy).log())))

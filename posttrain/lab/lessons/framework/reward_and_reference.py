@@ -48,10 +48,8 @@ def train(k: lab.Values) -> tuple[list[np.ndarray], list[float], list[float], li
     """By step: (the policy's shares of the five answers after it, mean reward of the 16 that were sampled, their mean
     true worth, exact KL to the reference after it, in nats)."""
     a, policy, reference = (
-        algorithm(float(k["beta"])),
-        TabularPolicy(START[None, None]),
-        TabularPolicy(START[None, None]),
-    )
+        algorithm(float(k["beta"])), TabularPolicy(START[None, None]), TabularPolicy(START[None, None]),
+    )  # fmt: skip
     rng = torch.Generator().manual_seed(int(k["seed"]))
     trainer = ToyTrainer(a, policy, torch.optim.SGD(policy.parameters(), lr=1.0), SIBLINGS, int(k["seed"]))
     shares, paid, worth, kl_by_step = list[np.ndarray](), list[float](), list[float](), list[float]()
@@ -74,10 +72,8 @@ def compute(k: lab.Values) -> lab.Readout:
     read, reward = verdict(str(k["answer"]))
     shares, paid, worth, kl_by_step = train(k)
     final, reward_by_step, worth_by_step = (
-        shares[-1].tolist(),
-        [float(x @ PAID) for x in shares],
-        [float(x @ WORTH) for x in shares],
-    )
+        shares[-1].tolist(), [float(x @ PAID) for x in shares], [float(x @ WORTH) for x in shares],
+    )  # fmt: skip
     stage = Reinforce(name="rl", algorithm=algorithm(float(k["beta"])))
     said = lab.by_rules(lab.recorded({"rollout/reward": paid, "rollout/truth": worth}), stage, "reward_without_truth")
     if k["reversed"]:

@@ -30,11 +30,8 @@ def reward(answers: Answers) -> np.ndarray:
 
 
 def drift(recompute: bool, seed: int) -> tuple[list[float], tuple[lab.Speech, ...]]:
-    """Trains for six steps with four updates each.
-
-    Returns (KL to the old log-probs before each update of the last step that had credit, in nats a token; what a run
-    says). With `recompute` the old log-probs are those of the policy of now.
-    """
+    """(KL to the old log-probs before each update of the last step that had credit, in nats a token; what a run says)
+    of six steps with four updates. With `recompute` the old log-probs are those of the policy of now."""
     policy, rng = sum_policy(12, 0.4), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
     kl_by_step, shown, credit_sizes = list[float](), list[float](), list[float]()
@@ -53,26 +50,18 @@ def drift(recompute: bool, seed: int) -> tuple[list[float], tuple[lab.Speech, ..
         kl_by_step.append(float(np.mean(kl_by_update)))
         shown = kl_by_update if credit.any() else shown  # a silent group moves nothing
         credit_sizes.append(float(np.abs(credit).mean()))
-    steps = {
-        "policy/kl_start": kl_by_step,
-        "optim/steps": [float(UPDATES)] * STEPS,
-        "credit/advantage_abs": credit_sizes,
-    }
+    steps = {"policy/kl_start": kl_by_step, "optim/steps": [float(UPDATES)] * STEPS,
+             "credit/advantage_abs": credit_sizes}  # fmt: skip
     stage = Reinforce(name="rl", algorithm=GRPO, epochs=UPDATES)
     return shown, lab.by_rules(lab.recorded(steps), stage, "old_policy_is_the_new_one")
 
 
 def said_of(groups: list[np.ndarray]) -> tuple[lab.Speech, ...]:
     """Returns the messages of a run on the rewards of eight steps with 25 of these groups each."""
-    # Rewards are 0 or 1, so the mean reward is the share of solved answers too.
     reward_by_step = np.array([g.mean() for g in groups]).reshape(8, -1).mean(1)
     mixed_by_step = np.array([g.max() > g.min() for g in groups]).reshape(8, -1).mean(1)
-    steps = {
-        "rollout/reward": reward_by_step,
-        "rollout/solved": reward_by_step,
-        "rollout/mixed": mixed_by_step,
-        "credit/silent": 1 - mixed_by_step,
-    }
+    steps = {"rollout/reward": reward_by_step, "rollout/solved": reward_by_step,  # equal, as rewards are 0 or 1
+             "rollout/mixed": mixed_by_step, "credit/silent": 1 - mixed_by_step}  # fmt: skip
     stage = Reinforce(name="rl", algorithm=GRPO, siblings=len(groups[0]))
     history = lab.recorded({name: x.tolist() for name, x in steps.items()} | {"rollout/truncated": [0.0] * 8})
     return lab.by_rules(history, stage, "reward_is_constant", "too_easy", "too_hard")

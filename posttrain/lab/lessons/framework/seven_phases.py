@@ -34,16 +34,13 @@ class StepState:
     rewards: np.ndarray = field(default_factory=lambda: np.zeros(0))
     reference: torch.Tensor | None = None
     credit: np.ndarray | None = None
-    before: float = 0.0
-    """Log-prob of the first answer before the update, and after it; both 0 where there was none."""
+    before: float = 0.0  # log-prob of the first answer before the update, and after it; both 0 where there was none
     after: float = 0.0
 
 
 def play(phase: int, seed: int, scored: bool) -> StepState:
-    """A step up to and with this phase, counted from 0; the reference is not asked where `scored` is off.
-
-    Raises InvariantError at `learn` without the reference's log-probs: GRPO's KL term reads them.
-    """
+    """A step up to and with this phase, counted from 0. Without `scored` the reference is not asked, and `learn` raises
+    InvariantError: GRPO's KL term reads its log-probs."""
     rng, policy, reference = torch.Generator().manual_seed(seed), sum_policy(12, 0.7), sum_policy(12, 0.6)
     state = StepState(ask(policy, siblings(torch.zeros(1, dtype=torch.int64), G), rng), policy)
     answers = state.answers
@@ -73,12 +70,10 @@ def play(phase: int, seed: int, scored: bool) -> StepState:
 def compute(k: lab.Values) -> lab.Readout:
     phase = int(k["phase"]) - 1
     played: list[StepState] = []  # `refusal` returns no value of the call, so the state comes out through this list
-    refused = lab.refusal(
-        lambda: played.append(play(phase, int(k["seed"]), bool(k["scored"]))), "the reference is missing"
-    )
+    refused = lab.refusal(lambda: played.append(play(phase, int(k["seed"]), bool(k["scored"]))),
+                          "the reference is missing")  # fmt: skip
     # A step that cannot be done is shown up to the scoring, index 2, that was left out.
     state = played[0] if played else play(2, int(k["seed"]), bool(k["scored"]))
-    # [field][phase]: 1 from the phase on that fills the field.
     filled = [[1.0 if any(f in FILLED[p] for p in range(column + 1)) else 0.0 for column in range(7)]
              for f in range(len(FIELDS))]  # fmt: skip
     words = [["filled" if x else "" for x in row] for row in filled]

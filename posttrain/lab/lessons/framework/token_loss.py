@@ -21,7 +21,6 @@ from posttrain.toy.answers import Answers, batch_of_answers
 from posttrain.web.picture import Bars, TextTile, Tiles
 
 ANSWERS = (("3+4=7", "7+5=12", "#"), ("3+4=8", "8+5=13", "#"))
-"""A right and a wrong answer, of three tokens each."""
 CREDIT = np.array([0.7071, -0.7071])
 """GRPO's credit of rewards 1 and 0: .5 / std .7071, and its negative."""
 
@@ -38,7 +37,6 @@ def drawn(seed: int, far: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 def algorithm(k: lab.Values) -> Algorithm:
     """GRPO with the terms that are switched on."""
-    # A KL of weight 0 is refused: without weight there is no pull.
     pull = KL(coef=float(k["beta"]), estimator="k3", placement="loss") if k["reference"] and k["beta"] else None
     clip = Clip(low=float(k["eps"]), high=float(k["eps"]))
     return replace(GRPO, clip=clip, pull=pull) if k["old"] else replace(GRPO, ratio="one", clip=None, pull=pull)
@@ -76,8 +74,7 @@ def compute(k: lab.Values) -> lab.Readout:
         for i in (0, 1)
     }
     names = [f"{a}{t + 1}" for a in ("right ", "wrong ") for t in range(3)]
-    # Six draws stand for six steps of a run.
-    moved_by_step = [token_gradients({**k, "seed": s})[2] for s in range(6)]
+    moved_by_step = [token_gradients({**k, "seed": s})[2] for s in range(6)]  # six draws stand for six steps of a run
     stage = Reinforce(name="rl", algorithm=GRPO)
     return lab.Readout(
         pictures=(

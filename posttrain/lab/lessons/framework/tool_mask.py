@@ -65,10 +65,8 @@ def group(segments: list[Segment]) -> Group:
 
 
 def learn(masked: bool, seed: int) -> tuple[list[float], list[float]]:
-    """Mean log-prob of the tool's tokens, and of the policy's own, before each of 30 steps on right answers.
-
-    The policy is a table of logits [40, V]: it reads nothing but the position of a token.
-    """
+    """Mean log-prob of the tool's tokens, and of the policy's own, before each of 30 steps on right answers. The
+    policy is a table of logits [40, V]: it reads nothing but the position of a token."""
     segments, truly_masked = drawn(seed, masked), drawn(seed, True)
     spoken = [int(s.mask.sum()) for s in segments]
     weights = np.repeat(weigh(REINFORCE.aggregate, spoken, [0] * EPISODES, 40), spoken)

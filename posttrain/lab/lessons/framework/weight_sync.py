@@ -42,7 +42,6 @@ def train(k: lab.Values) -> dict[str, list[float]]:
         by_step["gap"].append(float((logp_of(policy, answers) - answers.mu_ET).abs().mean()))
         gauges = trainer.step(answers, credit_by_pattern(a, WORLD.rewards(answers, G)).ravel())
         by_step["accuracy"].append(WORLD.accuracy(policy))
-        # No gauges: every group was silent, and nothing was learned.
         clipped = gauges["policy/clip_low"].mean + gauges["policy/clip_high"].mean if gauges else 0.0
         by_step["clipped"].append(clipped)
         by_step["age"].append(float(step % every))
@@ -62,8 +61,7 @@ def compute(k: lab.Values) -> lab.Readout:
     steps = list(range(1, STEPS + 1))
     tones: tuple[Tone, Tone] = ("two", "one")
     syncs = list[tuple[float, float, str, Tone]]()
-    for i in range(0, 12, every):  # the chart shows 12 steps
-        # A span from each sync to the next, in two colours by turns.
+    for i in range(0, 12, every):  # the chart shows 12 steps, the spans between syncs in two colours by turns
         syncs.append((float(i), float(min(i + every, 12)), f"version {i}", tones[i // every % 2]))
     return lab.Readout(
         pictures=(
