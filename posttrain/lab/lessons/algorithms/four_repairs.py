@@ -47,7 +47,7 @@ def train(k: lab.Values, seed: int) -> dict[str, list[float]]:
         keep = np.flatnonzero(mixed(rewards))[:PROMPTS] if k["dynamic"] else np.arange(PROMPTS)
         # Prompts are asked in order until eight groups are mixed. Where fewer are, all were asked.
         asked = len(rewards) if len(keep) < PROMPTS else int(keep[-1]) + 1
-        used_answers = torch.as_tensor((keep[:, None] * G + np.arange(G)).ravel(), dtype=torch.int64)
+        kept_answers = torch.as_tensor((keep[:, None] * G + np.arange(G)).ravel(), dtype=torch.int64)
         by_step["reward"].append(float(rewards[:asked].mean()))
         by_step["mixed"].append(float(mixed(rewards[:asked]).mean()))
         by_step["silent"].append(float(1 - mixed(rewards[keep]).mean()) if len(keep) else 1.0)
@@ -55,7 +55,7 @@ def train(k: lab.Values, seed: int) -> dict[str, list[float]]:
         one_each = ask(policy, torch.arange(2 * PROMPTS), rng)
         by_step["entropy"].append(float(said_logp(policy, one_each)[1].detach().mean()))
         if len(keep) >= 2:  # one group at least for each of two minibatches
-            trainer.step(answers.subset(used_answers), credit_by_pattern(a, rewards[keep]).ravel())
+            trainer.step(answers.subset(kept_answers), credit_by_pattern(a, rewards[keep]).ravel())
     return by_step
 
 

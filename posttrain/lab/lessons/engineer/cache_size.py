@@ -24,8 +24,8 @@ def compute(k: lab.Values) -> lab.Readout:
     fitting = [s.tokens_per_second if s.bound != "memory" else None for s in by_count]
     beyond = [s.tokens_per_second if s.bound == "memory" else None for s in by_count]
     bound_words = {"memory": "The rest would have to wait; with room for all,",
-             "bandwidth": "A step waits for **reading**:",
-             "arithmetic": "A step waits for **arithmetic**:"}  # fmt: skip
+                   "bandwidth": "A step waits for **reading**:",
+                   "arithmetic": "A step waits for **arithmetic**:"}  # fmt: skip
     return lab.Readout(
         pictures=(
             Bars("Memory, GB", ["weights", "caches", "devices"],

@@ -43,8 +43,8 @@ def algorithm(k: lab.Values) -> Algorithm:
 
 
 def token_gradients(k: lab.Values) -> tuple[np.ndarray, float, float, np.ndarray]:
-    """(push on each log-prob [2, 3]: minus the gradient of the loss, share of tokens whose gradient is 0, KL of the
-    policy of now to the one that sampled in nats a token, ratio of each token [2, 3])."""
+    """(push on each log-prob [2, 3]: minus the gradient of the loss, share of tokens whose gradient is 0, KL between
+    the policy that sampled and the one of now in nats a token, ratio of each token [2, 3])."""
     a = algorithm(k)
     old, now, reference = drawn(int(k["seed"]), float(k["far"]))
     # The loss reads log-probs alone: prompts and tokens stay 0.
