@@ -27,7 +27,7 @@ WAYS = {
     "researcher": ("01", "02", "03", "04", "11", "12", "14", "13", "15", "16", "18", "24"),
     "engineer": ("02", "06", "07", "08", "19", "20", "21", "22b", "22c", "25"),
 }
-"""Numbers of the pages of two ways through; a page that is not there yet is left out."""
+"""Two ways through: the numbers of their pages, in order. A page that is not there yet is left out."""
 MAP = ("00", "map")
 """Number and name of the map, which is no lesson."""
 
@@ -69,16 +69,16 @@ def order(number: str) -> tuple[int, int, str]:
     >>> sorted(["L1", "22a", "03", "22"], key=order)
     ['03', '22', '22a', 'L1']
     """
-    found = re.fullmatch(r"(L?)(\d+)(\w*)", number)
-    assert found, number
-    return (bool(found[1]), int(found[2]), found[3])
+    parts = re.fullmatch(r"(L?)(\d+)(\w*)", number)
+    assert parts, number
+    return (bool(parts[1]), int(parts[2]), parts[3])
 
 
 @cache
 def entries() -> tuple[Entry, ...]:
     """All lessons, in the order of their numbers."""
-    found = [e for path in sorted(FOLDER.rglob("*.py")) if (e := _entry(path)) is not None]
-    return tuple(sorted(found, key=lambda e: order(e.number)))
+    listed = [e for path in sorted(FOLDER.rglob("*.py")) if (e := _entry(path)) is not None]
+    return tuple(sorted(listed, key=lambda e: order(e.number)))
 
 
 def way(name: str) -> tuple[Entry, ...]:

@@ -18,14 +18,14 @@ LONGEST = 60.0
 
 
 def _train(name: str, values: dict[str, Any], out: Connection) -> None:
-    """In the process: send each readout as a line of JSON."""
+    """In the process: send each readout as a message of JSON, or an error of the library as the last one."""
     import torch
 
     from posttrain.lab.catalog import load
     from posttrain.system.errors import PosttrainError
 
     torch.set_num_threads(1)
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(BrokenPipeError):  # nobody reads any more
         try:
             for readout in load(name).readouts(values):
                 out.send_bytes(json.dumps(readout.as_json()).encode())
@@ -35,7 +35,7 @@ def _train(name: str, values: dict[str, Any], out: Connection) -> None:
 
 
 class Trainings:
-    """Starts such processes, one at a time: a new one ends the one before."""
+    """Starts processes that train, one at a time: a new one ends the one before."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
@@ -44,12 +44,12 @@ class Trainings:
 
     def warm(self) -> None:
         """Start the process that the others are forked from."""
-        p = self._context.Process(target=int, daemon=True)
+        p = self._context.Process(target=int, daemon=True)  # any that ends at once
         p.start()
         p.join()
 
     def end(self) -> None:
-        """End what runs."""
+        """End the training that runs, if there is one."""
         if self._running is not None and self._running.is_alive():
             self._running.kill()
             self._running.join()
@@ -62,7 +62,7 @@ class Trainings:
         process = self._context.Process(target=_train, args=(name, values, theirs), daemon=True)
         self._running = process
         await asyncio.to_thread(process.start)
-        theirs.close()
+        theirs.close()  # only the process may hold this end: the pipe then closes when the process ends
         try:
             async with asyncio.timeout(LONGEST):
                 while await _readable(ours):
@@ -72,6 +72,7 @@ class Trainings:
                         break
                     yield line + b"\n"
             process.join(1)
+            # One that a new training or `end` has ended is not told as a failure.
             if process.exitcode and self._running is process:
                 yield json.dumps({"error": f"the training ended with exit code {process.exitcode}"}).encode() + b"\n"
         except TimeoutError:
@@ -83,7 +84,7 @@ class Trainings:
 
 
 async def _readable(pipe: Connection) -> bool:
-    """Wait until a pipe has something or is closed."""
+    """Wait until a pipe has something or is closed; always True, so that a loop can wait in its condition."""
     loop, done = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(pipe.fileno(), done.set)
     try:

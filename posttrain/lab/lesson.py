@@ -29,7 +29,7 @@ Pace = Literal["live", "release", "train"]
 
 @dataclass(frozen=True)
 class Slider:
-    """A number between two ends. With `log` equal ways multiply by equal factors. Whole where `step` is whole."""
+    """A number between two ends. With `log` equal ways multiply by equal factors. Whole where step and ends are."""
 
     name: str
     label: str
@@ -186,6 +186,7 @@ class Readout:
         return {
             "pictures": [p.as_json() for p in self.pictures],
             "sentence": self.sentence,
+            # Six digits are more than the page shows. JSON has no number that is not finite.
             "values": {k: (float(f"{v:.6g}") if math.isfinite(v) else None) for k, v in self.values.items()},
             "says": [[s.name, s.kind, s.text] for s in self.says],
             "progress": self.progress,
@@ -312,11 +313,11 @@ class Lesson:
 
     def readouts(self, values: Values) -> Iterator[Readout]:
         """The readouts of a position; of a page that does not train there is one."""
-        made = self.compute(values)
-        if isinstance(made, Readout):
-            yield made
+        result = self.compute(values)
+        if isinstance(result, Readout):
+            yield result
         else:
-            yield from made
+            yield from result
 
     def last(self, values: Values) -> Readout:
         """The final readout of a position."""

@@ -43,6 +43,7 @@ WORDS = {
     "is a model of what people prefer.",
 }
 PAPERS = (
+    # name, number on arXiv, subject, what is in it, page that shows it, minutes of reading
     ("DeepSeekMath", "2402.03300", "algorithms", "GRPO: siblings in place of a value model", "11", 30),
     ("DeepSeek-R1", "2501.12948", "algorithms", "rules alone as reward, then four stages", "23", 30),
     ("DAPO", "2503.14476", "algorithms", "four repairs of GRPO", "13", 25),
@@ -83,34 +84,34 @@ def map_page(where: Where) -> str:
         id="main",
     )  # fmt: skip
     whole = sum(e.whole for e in entries())
-    foot = tag("footer", f"{whole + 1} of {len(entries()) + 1} pages are whole. ", _left(), _free(where))
+    foot = tag("footer", f"{whole + 1} of {len(entries()) + 1} pages are whole. ", _unfinished(), _move_freely(where))
     return document(
         "The map - posttrain lab",
         tag("header", tag("a", "to the page", href="#main", class_="skip"), tag("span", "posttrain lab"), class_="top"),
-        _linked(main, where),
-        foot,
+        _linked(main, where), foot,
         styles=tuple(file_address(s, where) for s in ("page.css", "lab.css")),
         scripts=(file_address("map.js", where),),
-    )
+    )  # fmt: skip
 
 
 def _linked(main: Markup, where: Where) -> Markup:
-    """Puts the addresses of pages into the places that name them by number."""
+    """Puts the addresses of pages into the links that name a page by number, such as `page:04`."""
     for e in entries():
         main = Markup(main.replace(f'href="page:{e.number}"', f'href="{address(e, where)}"'))
     return main
 
 
-def _left() -> str:
+def _unfinished() -> str:
+    """The pages that wait for something, and for what; '' where all are whole."""
     missing = [f"{e.number} {e.title} ({e.missing})" for e in entries() if not e.whole]
     return f"Not yet: {'; '.join(missing)}. " if missing else ""
 
 
-def _free(where: Where) -> str:
+def _move_freely(where: Where) -> str:
     return "With the library installed, posttrain lab lets every knob move freely." if where == "site" else ""
 
 
-def _known() -> dict[str, Entry]:
+def _by_number() -> dict[str, Entry]:
     return {e.number: e for e in entries()}
 
 
@@ -137,13 +138,9 @@ def _search() -> Markup:
         for (name, words), tone in zip(FORCES.items(), ("one", "two", "three"), strict=True)
     ]
     return tag(
-        "div",
-        tag("h2", "Pages"),
-        label,
-        field,
-        tag("p", id="count", class_="soft"),
+        "div", tag("h2", "Pages"), label, field, tag("p", id="count", class_="soft"),
         tag("ul", *forces, class_="legend"),
-    )
+    )  # fmt: skip
 
 
 def _part(part: str, where: Where) -> Markup:
@@ -151,51 +148,33 @@ def _part(part: str, where: Where) -> Markup:
     if not pages:
         return Markup("")
     return tag(
-        "section",
-        tag("h3", f"{part.capitalize()}: {PART_WORDS[part]}"),
-        tag("ul", *(_place(e, where) for e in pages), class_="places"),
-        class_="part-of",
-    )
+        "section", tag("h3", f"{part.capitalize()}: {PART_WORDS[part]}"),
+        tag("ul", *(_place(e, where) for e in pages), class_="places"), class_="part-of",
+    )  # fmt: skip
 
 
 def _place(e: Entry, where: Where) -> Markup:
-    words = f"{e.number} {e.name} {e.title} {e.part} {e.force} {e.question}".lower()
+    words = f"{e.number} {e.name} {e.title} {e.part} {e.force} {e.question}".lower()  # what the search looks through
     number = tag("span", tag("span", e.number if e.whole else f"{e.number}, not whole"), class_="number")
     return tag(
-        "li",
-        tag("a", number, tag("span", e.title), href=address(e, where), title=e.question),
-        class_=f"place {e.force}{'' if e.whole else ' part'}",
-        data_number=e.number,
-        data_words=words,
-    )
+        "li", tag("a", number, tag("span", e.title), href=address(e, where), title=e.question),
+        class_=f"place {e.force}{'' if e.whole else ' part'}", data_number=e.number, data_words=words,
+    )  # fmt: skip
 
 
 def _roles() -> Markup:
-    boxes: list[Markup] = []
+    boxes: list[Markup] = []  # in pixels: 190 x 64, a column every 250, a row every 110; `ARROWS` go between them
     for name, room, words, column, row in ROLES:
         x, y = 20 + column * 250, 20 + row * 110
-        boxes.append(
-            tag(
-                "g",
-                tag("rect", x=x, y=y, width=190, height=64, rx=8),
-                tag("text", name, x=x + 95, y=y + 29, class_="name"),
-                tag("text", room, x=x + 95, y=y + 48),
-                tabindex="0",
-                role="img",
-                aria_label=f"{name}: {words}",
-                data_told=f"{name}. {words}",
-            )
-        )
+        boxes.append(tag(
+            "g", tag("rect", x=x, y=y, width=190, height=64, rx=8),
+            tag("text", name, x=x + 95, y=y + 29, class_="name"), tag("text", room, x=x + 95, y=y + 48),
+            tabindex="0", role="img", aria_label=f"{name}: {words}", data_told=f"{name}. {words}",
+        ))  # fmt: skip
     head = tag(
-        "marker",
-        tag("path", d="M0 0 L8 4 L0 8"),
-        id="tip",
-        markerWidth=9,
-        markerHeight=9,
-        refX=7,
-        refY=4,
-        orient="auto",
-    )
+        "marker", tag("path", d="M0 0 L8 4 L0 8"), id="tip", markerWidth=9, markerHeight=9,
+        refX=7, refY=4, orient="auto",
+    )  # fmt: skip
     drawn = tag(
         "svg", tag("defs", head), *(tag("path", d=d, marker_end="url(#tip)") for d, *_ in ARROWS),
         *(tag("text", words, x=x, y=y) for _, words, x, y in ARROWS), *boxes,
@@ -215,10 +194,10 @@ def _words() -> Markup:
 
 
 def _papers(where: Where) -> Markup:
-    known = _known()
+    by_number = _by_number()
     rows = [
         tag("li", f"{name} ({arxiv}, {subject}), {minutes} min: {words}. ",
-            *([tag("a", f"Page {number}", href=f"page:{number}")] if number in known else []))
+            *([tag("a", f"Page {number}", href=f"page:{number}")] if number in by_number else []))
         for name, arxiv, subject, words, number, minutes in PAPERS
     ]  # fmt: skip
     total = sum(p[-1] for p in PAPERS)

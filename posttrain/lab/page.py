@@ -48,9 +48,10 @@ def lesson_page(lesson: Lesson, where: Where, first: dict[str, Any] | None = Non
     """The whole page.
 
     Args:
-        first: the readout of the default position, so that the first picture needs no request.
+        where: served, or written as a file: addresses differ.
+        first: the readout of the default position, so that the first picture needs no request. None: the page asks.
     """
-    lines = {
+    lesson_data = {
         "where": where, "number": lesson.number, "name": lesson.name, "pace": lesson.pace,
         "knobs": [knob_data(k) for k in lesson.knobs], "first": first,
         "breaks": [asdict(b) for b in lesson.breaks], "exercises": [exercise_data(e) for e in lesson.exercises],
@@ -69,13 +70,11 @@ def lesson_page(lesson: Lesson, where: Where, first: dict[str, Any] | None = Non
         _ends(lesson, where),
         id="main",
     )
-    body = (_top(lesson, where), main, data("lesson", lines))
+    body = (_top(lesson, where), main, data("lesson", lesson_data))
     return document(
-        f"{lesson.number} {lesson.title} - posttrain lab",
-        *body,
-        styles=tuple(file_address(s, where) for s in STYLES),
-        scripts=tuple(file_address(s, where) for s in SCRIPTS),
-    )
+        f"{lesson.number} {lesson.title} - posttrain lab", *body,
+        styles=tuple(file_address(s, where) for s in STYLES), scripts=tuple(file_address(s, where) for s in SCRIPTS),
+    )  # fmt: skip
 
 
 def waiting_page(entry: Entry) -> str:
@@ -106,23 +105,13 @@ def _bench(lesson: Lesson) -> Markup:
     ]  # fmt: skip
     progress = [tag("progress", id="progress", value=0, max=1, aria_label="training")] * (lesson.pace == "train")
     left = tag(
-        "form",
-        *(_knob(k) for k in lesson.knobs),
-        tag("div", *buttons, *breaks, class_="buttons"),
-        *progress,
-        tag("p", id="status", class_="status", role="status"),
-        class_="knobs",
-        id="knobs",
-        aria_label="knobs",
-    )
+        "form", *(_knob(k) for k in lesson.knobs), tag("div", *buttons, *breaks, class_="buttons"), *progress,
+        tag("p", id="status", class_="status", role="status"), class_="knobs", id="knobs", aria_label="knobs",
+    )  # fmt: skip
     right = tag(
-        "div",
-        tag("p", id="sentence", class_="sentence", aria_live="polite"),
-        tag("ul", id="values", class_="values"),
-        tag("div", id="says", aria_live="polite"),
-        tag("div", id="pictures"),
-        class_="shown",
-    )
+        "div", tag("p", id="sentence", class_="sentence", aria_live="polite"), tag("ul", id="values", class_="values"),
+        tag("div", id="says", aria_live="polite"), tag("div", id="pictures"), class_="shown",
+    )  # fmt: skip
     return tag("section", left, right, class_="bench", aria_label="the experiment")
 
 
@@ -137,6 +126,7 @@ def _knob(k: Knob) -> Markup:
     if isinstance(k, TextInput):
         field = tag("input", type="text", id=identity, value=k.default, maxlength=k.longest, autocomplete="off")
         return tag("div", tag("label", tag("span", k.label), for_=identity), field, class_="knob")
+    # A logarithmic slider has 1000 equal ways (WAY of lab.js); its value is put there by the script.
     ends = {"min": 0, "max": 1000, "step": 1} if k.log else {"min": k.low, "max": k.high, "step": k.step}
     value = tag("output", id=f"value-{k.name}", for_=identity)
     field = tag("input", type="range", id=identity, **ends)
@@ -170,8 +160,8 @@ def _exercise(i: int, e: Exercise) -> Markup:
         return tag("div", tag("fieldset", tag("legend", inline(e.question)), *rows), reply, class_="exercise")
     label = tag("label", inline(e.question), for_=f"exercise-{i}")
     field = tag("input", type="text", inputmode="decimal", id=f"exercise-{i}", autocomplete="off")
-    look = tag("button", "Check", type="button", id=f"check-{i}")
-    return tag("div", tag("p", label), tag("div", field, " ", look), reply, class_="exercise")
+    check = tag("button", "Check", type="button", id=f"check-{i}")
+    return tag("div", tag("p", label), tag("div", field, " ", check), reply, class_="exercise")
 
 
 def _code(lesson: Lesson, where: Where) -> Markup:
@@ -231,7 +221,7 @@ def source(name: str) -> tuple[str, int, str]:
     Raises:
         ConfigError: there is no such name.
     """
-    parts = name.split(".")[1:]
+    parts = name.split(".")[1:]  # the longest path that is a file is the module; what is left are names in it
     for cut in range(len(parts) - 1, 0, -1):
         path = PACKAGE.joinpath(*parts[:cut]).with_suffix(".py")
         if not path.is_file():
@@ -240,6 +230,7 @@ def source(name: str) -> tuple[str, int, str]:
             text = path.read_text(encoding="utf-8")
             node = _node(ast.parse(text), parts[cut:])
             if node is not None:
+                # Decorators stand before the line of a function or class.
                 first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
                 lines = text.splitlines()[first - 1 : node.end_lineno]
                 return str(path.relative_to(PACKAGE)), first, join(*(f"{line}\n" for line in lines))

@@ -27,14 +27,16 @@ KINDS = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 
 @dataclass
 class Lab:
-    """The pages, and what was computed for them."""
+    """The pages, and what was computed for them: both are kept until the server ends."""
 
     guard: Guard = field(default_factory=Guard)
     trainings: Trainings = field(default_factory=Trainings)
     firsts: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     """The readout of each lesson's default position that was asked for."""
     claimed: dict[str, list[list[Any]]] = field(default_factory=dict[str, list[list[Any]]])
+    """`claim_rows` of each lesson whose claims were asked for."""
     loaded: threading.Event = field(default_factory=threading.Event)
+    """Set once the library is loaded or could not be (`failed`)."""
     failed: str = ""
     """Reason why the library could not be loaded."""
     _one: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -44,7 +46,7 @@ class Lab:
         self.files = static_files("posttrain.web", "posttrain.lab")
 
     def load(self) -> None:
-        """Import the library and every lesson; in a thread, while the map is read."""
+        """Import the library and every lesson. It runs in a thread, while somebody reads the map."""
         try:
             import torch
 
@@ -131,12 +133,14 @@ class Lab:
         return web.json_response(self.claimed[lesson.name])
 
     def _lesson(self, request: web.Request) -> Any:
+        """The lesson that the address names; 404 where there is none, 503 while the library is being loaded."""
         entry = _known(request)
         if not self.loaded.is_set():
             raise web.HTTPServiceUnavailable(reason="the library is being loaded")
         return load(entry.name)
 
     async def _compute(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Returns what the call returns, from a thread, so that the server answers meanwhile."""
         async with self._one:
             return await asyncio.to_thread(call, *args)
 
@@ -164,9 +168,9 @@ def claim_rows(lesson: Any) -> list[list[Any]]:
     """(claim, source, claimed, ours, holds, why not) of each claim of a lesson."""
     rows: list[list[Any]] = []
     for c in lesson.claims:
-        found = float(c.ours())
-        holds = bool(c.holds(found))
-        rows.append([c.text, c.source, float(c.claimed), float(f"{found:.6g}"), holds, "" if holds else c.why])
+        ours = float(c.ours())
+        holds = bool(c.holds(ours))
+        rows.append([c.text, c.source, float(c.claimed), float(f"{ours:.6g}"), holds, "" if holds else c.why])
     return rows
 
 

@@ -32,7 +32,7 @@ TRAINED = 3
 
 
 def positions(knob: Any, count: int) -> list[Any]:
-    """Values of a knob on a grid of at most `count`: equal ways apart, the default among them."""
+    """Values of a knob on a grid: of a slider at most `count`, equal ways apart, one of them moved to the default."""
     if not isinstance(knob, Slider):
         return list(knob.tried())
     shares = [i / (count - 1) for i in range(count)]
@@ -40,8 +40,8 @@ def positions(knob: Any, count: int) -> list[Any]:
         values = [float(f"{knob.low * (knob.high / knob.low) ** s:.3g}") for s in shares]
     else:
         values = [knob.low + round(s * (knob.high - knob.low) / knob.step) * knob.step for s in shares]
-    near = min(range(count), key=lambda i: abs(values[i] - knob.default))
-    values[near] = knob.default
+    nearest = min(range(count), key=lambda i: abs(values[i] - knob.default))
+    values[nearest] = knob.default
     return list(dict.fromkeys(knob.read(min(max(v, knob.low), knob.high)) for v in values))
 
 
@@ -52,7 +52,7 @@ def main_knobs(lesson: Lesson) -> list[Any]:
 
 
 def grid(lesson: Lesson, count: int) -> dict[str, Any]:
-    """Readouts on a grid of the lesson's main knobs, those of its breaks, and its claims."""
+    """Readouts on a grid of the lesson's main knobs, the last of them fastest, those of its breaks, and its claims."""
     names = [k.name for k in main_knobs(lesson)]
     values = [positions(k, count) for k in main_knobs(lesson)]
     readouts = [
@@ -81,21 +81,22 @@ def fitted(lesson: Lesson) -> tuple[str, dict[str, Any]]:
     """
     counts = (TRAINED,) if lesson.pace == "train" else POSITIONS
     sizes: list[int] = []
-    one = len(_json(lesson.last(lesson.read({})).as_json()))
+    default_size = len(_json(lesson.last(lesson.read({})).as_json()))
     for count in counts:
         readouts = math.prod(len(positions(k, count)) for k in main_knobs(lesson)) + len(lesson.breaks)
-        if count != counts[-1] and one * readouts > MOST:  # so a grid that would be thrown away is not computed
+        # So a grid that would be thrown away is not computed. The coarsest one is computed in any case.
+        if count != counts[-1] and default_size * readouts > MOST:
             continue
-        found = grid(lesson, count)
-        text = _json(found)
+        on_grid = grid(lesson, count)
+        text = _json(on_grid)
         if len(text.encode()) <= MOST:
-            return text, found
+            return text, on_grid
         sizes.append(len(text.encode()))
     raise ConfigError(f"page {lesson.number}: {sizes[-1]:,} bytes of readouts, {MOST:,} are allowed; thin its curves")
 
 
-def _json(found: Any) -> str:
-    return json.dumps(found, separators=(",", ":"))
+def _json(data: Any) -> str:
+    return json.dumps(data, separators=(",", ":"))
 
 
 def write_site(into: Path, say: Callable[[str], None] = tell) -> int:
@@ -119,8 +120,8 @@ def write_page(into: Path, name: str) -> str:
 
     torch.set_num_threads(1)
     lesson = load(name)
-    text, found = fitted(lesson)
+    text, on_grid = fitted(lesson)
     (into / "data" / f"{lesson.name}.json").write_text(text, encoding="utf-8")
-    first = found["readouts"][default_index(lesson, found)]
+    first = on_grid["readouts"][default_index(lesson, on_grid)]
     (into / f"{lesson.name}.html").write_text(lesson_page(lesson, "site", first), encoding="utf-8")
-    return f"{lesson.number} {lesson.title}: {len(found['readouts'])} positions, {len(text) // 1000} KB"
+    return f"{lesson.number} {lesson.title}: {len(on_grid['readouts'])} positions, {len(text) // 1000} KB"

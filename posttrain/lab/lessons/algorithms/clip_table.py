@@ -25,31 +25,32 @@ BF16 = 2.0**-8
 
 
 def pushed(clip: Clip, ratio: float, advantage: float) -> float:
-    """The factor of one token's gradient."""
+    """The factor of one token's gradient under this clip."""
     r, a, log = (torch.tensor([x], dtype=torch.float64) for x in (ratio, advantage, np.log(ratio)))
     batch = Streams(torch.zeros(1, dtype=torch.int64), 1, streams={ADVANTAGE: a})
     return float(push(clip, TrustInputs(r, log, a, log, batch)).push_M[0])
 
 
 def branch(clip: Clip, ratio: float, advantage: float) -> str:
-    """Returns in words which of the two terms of min(r A, clip(r) A) is the smaller."""
+    """Returns in words which of the two terms of min(r A, clip(r) A) is the smaller; the first where they are equal."""
     return "ratio term: gradient" if pushed(clip, ratio, advantage) else "clipped term: no gradient"
 
 
 def first_token(gae_lambda: float, wrong: float, draws: int = 400) -> tuple[float, float]:
     """(signal, noise) of the advantage of the first of 16 tokens, with one reward at the end that is 1 or 0: how much
-    more credit it has where the answer is right, and the standard deviation over all answers. Values are off by
-    `wrong`, each otherwise."""
-    made = np.random.default_rng(0)
+    more credit it has where the answer is right, and the standard deviation over all answers. Half of the answers are
+    right, so the true value is .5; each learned value differs from it by its own noise of size `wrong`."""
+    rng = np.random.default_rng(0)
     rewards = np.zeros((draws, 16))
-    rewards[:, -1] = made.integers(0, 2, draws)
-    values = 0.5 + wrong * made.standard_normal((draws, 16))
-    found = np.array([gae(v, r, gamma=1.0, gae_lambda=gae_lambda)[0][0] for v, r in zip(values, rewards, strict=True)])
+    rewards[:, -1] = rng.integers(0, 2, draws)
+    values = 0.5 + wrong * rng.standard_normal((draws, 16))
+    credit = np.array([gae(v, r, gamma=1.0, gae_lambda=gae_lambda)[0][0] for v, r in zip(values, rewards, strict=True)])
     right = rewards[:, -1] == 1
-    return float(found[right].mean() - found[~right].mean()), float(found.std())
+    return float(credit[right].mean() - credit[~right].mean()), float(credit.std())
 
 
 def width(eps: float) -> Clip:
+    """The clip to 1 - eps .. 1 + eps."""
     return Clip(low=eps, high=eps)
 
 
@@ -59,10 +60,11 @@ def anchored(eps: float) -> Algorithm:
 
 
 def mixed_precision(eps: float) -> None:
-    """The first step of a run: sampler and learner hold the same weights, one of them in bfloat16."""
-    made = np.random.default_rng(0)
-    learner = -made.gamma(1.0, 1.0, 400)
-    mu = learner * (1 + BF16 * made.uniform(-1, 1, 400))
+    """The check of a run's first step: sampler and learner hold the same weights, one of them in bfloat16. Raises
+    ConfigError where the clip is narrower than that rounding."""
+    rng = np.random.default_rng(0)
+    learner = -rng.gamma(1.0, 1.0, 400)
+    mu = learner * (1 + BF16 * rng.uniform(-1, 1, 400))
     noise_band(anchored(eps), mu, learner, np.repeat(np.arange(40), 10), "bfloat16")
 
 
@@ -70,27 +72,29 @@ def compute(k: lab.Values) -> lab.Readout:
     clip, eps = width(float(k["eps"])), float(k["eps"])
     ratio, advantage = float(k["ratio"]), SIGNS[str(k["sign"])]
     ratios = np.round(np.linspace(0.4, 1.8, 57), 3)
-    places = (1 - eps - 0.1, 1.0, 1 + eps + 0.1)
+    # A ratio for each row of the table: below the clip, inside, above. Its log is taken, so it must be above 0.
+    row_ratios = (1 - eps - 0.1, 1.0, 1 + eps + 0.1)
     row = 0 if ratio < 1 - eps else 2 if ratio > 1 + eps else 1
-    mine = pushed(clip, ratio, advantage)
-    noise = [first_token(x, float(k["wrong"])) for x in LAMBDAS]
-    table = [[pushed(clip, max(r, 0.01), s) for s in SIGNS.values()] for r in places]
+    push_now = pushed(clip, ratio, advantage)
+    by_lambda = [first_token(x, float(k["wrong"])) for x in LAMBDAS]
+    table = [[pushed(clip, max(r, 0.01), s) for s in SIGNS.values()] for r in row_ratios]
     return lab.Readout(
         pictures=(
             Matrix("Which term of the minimum wins", tuple(SIGNS),
                    (f"ratio below {1 - eps:.2f}", "between", f"ratio above {1 + eps:.2f}"), table,
-                   [[branch(clip, max(r, 0.01), s) for s in SIGNS.values()] for r in places], low=-2, high=2,
+                   [[branch(clip, max(r, 0.01), s) for s in SIGNS.values()] for r in row_ratios], low=-2, high=2,
                    chosen=(row, 0 if advantage > 0 else 1)),
-            Curve("Push of a token, by its ratio", ratios.tolist(),
+            Curve("Push of a token, by its ratio", ratios.tolist(),  # a sign is named by its part in brackets: "A > 0"
                   {n.split(" (")[1][:-1]: [pushed(clip, float(r), s) for r in ratios] for n, s in SIGNS.items()},
                   x_label="ratio new / old", low=0, high=2, at=ratio),
             Curve("Credit of the first of 16 tokens, by lambda", LAMBDAS,
-                  {"right minus wrong": [x[0] for x in noise], "standard deviation": [x[1] for x in noise]},
+                  {"right minus wrong": [x[0] for x in by_lambda], "standard deviation": [x[1] for x in by_lambda]},
                   x_label="lambda"),
         ),
-        sentence=f"At ratio **{ratio:.2f}** this token's gradient is multiplied by **{mine:.2f}**"
-        + (": it is silent." if not mine else "."),
-        values={"push": mine, "ratio": ratio, "signal at lambda .5": noise[2][0], "noise at lambda 1": noise[-1][1]},
+        sentence=f"At ratio **{ratio:.2f}** this token's gradient is multiplied by **{push_now:.2f}**"
+        + (": it is silent." if not push_now else "."),
+        values={"push": push_now, "ratio": ratio, "signal at lambda .5": by_lambda[2][0],
+                "noise at lambda 1": by_lambda[-1][1]},
         says=lab.refusal(lambda: mixed_precision(eps)),
     )  # fmt: skip
 

@@ -33,30 +33,30 @@ def world(right: float) -> TabularPolicy:
 
 
 def train(k: lab.Values, seed: int) -> dict[str, list[float]]:
-    """Gauges of each step: reward, shares of right answers, of silent groups and of groups that were thrown away,
-    entropy."""
+    """By step: mean reward and share of mixed groups of all that were asked; share of silent groups of those that are
+    learned from (1 where there are none); prompts asked, over eight; entropy of the policy in nats."""
     a: Algorithm = replace(PLAIN, clip=DAPO.clip) if k["higher"] else PLAIN
-    policy, made = world(float(k["right"])), torch.Generator().manual_seed(seed)
-    trainer = ToyTrainer(
-        a, policy, torch.optim.SGD(policy.parameters(), lr=float(k["eta"])), G, seed, minibatches=2, epochs=2
-    )
-    out: dict[str, list[float]] = {"reward": [], "silent": [], "asked": [], "entropy": [], "mixed": []}
+    policy, rng = world(float(k["right"])), torch.Generator().manual_seed(seed)
+    trainer = ToyTrainer(a, policy, torch.optim.SGD(policy.parameters(), lr=float(k["eta"])), G, seed,
+                         minibatches=2, epochs=2)  # fmt: skip
+    by_step: dict[str, list[float]] = {"reward": [], "silent": [], "asked": [], "entropy": [], "mixed": []}
     for _ in range(STEPS):
-        drawn = torch.randint(2 * PROMPTS, (PROMPTS * (MOST_ASKED if k["dynamic"] else 1),), generator=made)
-        answers = ask(policy, siblings(drawn, G), made)
+        prompts = torch.randint(2 * PROMPTS, (PROMPTS * (MOST_ASKED if k["dynamic"] else 1),), generator=rng)
+        answers = ask(policy, siblings(prompts, G), rng)
         rewards = (answers.tokens_ET[:, 0] == 0).double().numpy().reshape(-1, G)
         keep = np.flatnonzero(mixed(rewards))[:PROMPTS] if k["dynamic"] else np.arange(PROMPTS)
-        used = len(rewards) if len(keep) < PROMPTS else int(keep[-1]) + 1
-        at = torch.as_tensor((keep[:, None] * G + np.arange(G)).ravel(), dtype=torch.int64)
-        out["reward"].append(float(rewards[:used].mean()))
-        out["mixed"].append(float(mixed(rewards[:used]).mean()))
-        out["silent"].append(float(1 - mixed(rewards[keep]).mean()) if len(keep) else 1.0)
-        out["asked"].append(used / PROMPTS)
-        every = ask(policy, torch.arange(2 * PROMPTS), made)
-        out["entropy"].append(float(said_logp(policy, every)[1].detach().mean()))
-        if len(keep) >= 2:  # one group at least for each minibatch
-            trainer.step(answers.subset(at), credit_by_pattern(a, rewards[keep]).ravel())
-    return out
+        # Prompts are asked in order until eight groups are mixed. Where fewer are, all were asked.
+        asked = len(rewards) if len(keep) < PROMPTS else int(keep[-1]) + 1
+        kept_answers = torch.as_tensor((keep[:, None] * G + np.arange(G)).ravel(), dtype=torch.int64)
+        by_step["reward"].append(float(rewards[:asked].mean()))
+        by_step["mixed"].append(float(mixed(rewards[:asked]).mean()))
+        by_step["silent"].append(float(1 - mixed(rewards[keep]).mean()) if len(keep) else 1.0)
+        by_step["asked"].append(asked / PROMPTS)
+        one_each = ask(policy, torch.arange(2 * PROMPTS), rng)
+        by_step["entropy"].append(float(said_logp(policy, one_each)[1].detach().mean()))
+        if len(keep) >= 2:  # one group at least for each of two minibatches
+            trainer.step(answers.subset(kept_answers), credit_by_pattern(a, rewards[keep]).ravel())
+    return by_step
 
 
 def penalty(length: int, overlong: bool) -> float:
@@ -68,32 +68,35 @@ def penalty(length: int, overlong: bool) -> float:
 
 
 def compute(k: lab.Values) -> lab.Readout:
-    found = train(k, int(k["seed"]))
+    by_step = train(k, int(k["seed"]))
     steps = list(range(1, STEPS + 1))
+    # The answers of 10 and 100 tokens have one prompt. Times their 110 tokens a mean over all gives each token 1.
     rule = DAPO.aggregate if k["token"] else GRPO.aggregate
     weights = weigh(rule, (10, 100), (0, 0), 100)
     lengths = list(range(60, 101, 5))
-    gauges = {"rollout/reward": found["reward"], "rollout/solved": found["reward"], "credit/silent": found["silent"],
-              "rollout/mixed": found["mixed"], "rollout/truncated": [0.0] * STEPS}  # fmt: skip
-    said = lab.by_rules(lab.recorded(gauges), Reinforce(name="rl", algorithm=PLAIN), "too_easy")
-    useful, none = float(np.mean([1 - s for s in found["silent"]])), sum(s == 1 for s in found["silent"])
+    gauges = {"rollout/reward": by_step["reward"], "rollout/solved": by_step["reward"],
+              "credit/silent": by_step["silent"], "rollout/mixed": by_step["mixed"],
+              "rollout/truncated": [0.0] * STEPS}  # fmt: skip
+    spoken_rules = lab.by_rules(lab.recorded(gauges), Reinforce(name="rl", algorithm=PLAIN), "too_easy")
+    useful, empty_steps = float(np.mean([1 - s for s in by_step["silent"]])), sum(s == 1 for s in by_step["silent"])
     return lab.Readout(
         pictures=(
-            Curve("Reward and entropy", steps, {"reward": found["reward"], "entropy, nats": found["entropy"]}, low=0),
+            Curve("Reward and entropy", steps,
+                  {"reward": by_step["reward"], "entropy, nats": by_step["entropy"]}, low=0),
             Curve("Silent share of the groups, and prompts asked (1 is 8 a step)", steps,
-                  {"silent share": found["silent"], "prompts asked, in eights": found["asked"]}, low=0),
+                  {"silent share": by_step["silent"], "prompts asked, in eights": by_step["asked"]}, low=0),
             Bars("Weight of a token, in answers of 10 and 100 tokens", ("10 tokens", "100 tokens"),
                  {rule: [float(w) * 110 for w in weights]}, low=0),
             Curve("Added to the reward, by length (100 allowed)", lengths,
                   {"overlong": [penalty(n, bool(k["overlong"])) for n in lengths]}, x_label="tokens", low=-1, high=0.1),
         ),
-        sentence=f"Reward **{np.mean(found['reward'][:5]):.2f}** to **{np.mean(found['reward'][-5:]):.2f}** in {STEPS} "
-        f"steps. **{useful:.0%}** of the groups that it learned from were not silent. It asked "
-        f"**{np.mean(found['asked']):.1f}** times 8 prompts a step."
-        + (f" In {none} steps no group was left (silent share 1): all siblings agreed." if none else ""),
-        values={"reward at the end": float(np.mean(found["reward"][-5:])), "useful share": useful,
-                "entropy": found["entropy"][-1]},
-        says=said,
+        sentence=f"Reward **{np.mean(by_step['reward'][:5]):.2f}** to **{np.mean(by_step['reward'][-5:]):.2f}** in "
+        f"{STEPS} steps. On average **{useful:.0%}** of a step's groups were useful (not silent; 0 if it had none). It "
+        f"asked **{np.mean(by_step['asked']):.1f}** times 8 prompts a step."
+        + (f" In {empty_steps} of the steps all groups were silent (silent share 1)." if empty_steps else ""),
+        values={"reward at the end": float(np.mean(by_step["reward"][-5:])), "useful share": useful,
+                "entropy": by_step["entropy"][-1]},
+        says=spoken_rules,
     )  # fmt: skip
 
 
@@ -124,7 +127,7 @@ token mean: 1 / sum |y|               overlong: -(|y| - 80) / 20 above 80 tokens
     compute=compute, pace="release",
     breaks=(
         lab.Break({"dynamic": False, "right": 0.98},
-                  "Nearly every group is all right: without dynamic sampling it learns " "from nothing.", "too_easy"),
+                  "Nearly every group is all right: without dynamic sampling it learns from few.", "too_easy"),
     ),
     claims=(
         lab.Claim("Silent groups of 4 siblings, each right with probability .9", "curriculum 13", 0.656,

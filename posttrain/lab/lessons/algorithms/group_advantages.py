@@ -16,14 +16,15 @@ NAMES = ("a", "b", "c", "d")
 
 def credit(*rewards: float) -> tuple[np.ndarray, bool]:
     """(GRPO's credit of each sibling, whether the group is silent)."""
-    made = credit_step(GRPO, rewarded(rewards), max_tokens=20, ema=0.0).groups[0]
-    return np.array([e.advantage[0][0] for e in made.episodes]), made.silent
+    group = credit_step(GRPO, rewarded(rewards), max_tokens=20, ema=0.0).groups[0]
+    return np.array([e.advantage[0][0] for e in group.episodes]), group.silent
 
 
 def said_of(rewards: list[float], silent: bool) -> tuple[lab.Speech, ...]:
     """Returns the messages of a run whose groups all look like this one."""
-    share, solved = float(np.mean(rewards)), float(np.mean([r == 1 for r in rewards]))
-    steps = {"rollout/reward": share, "rollout/mixed": 0.0 if silent else 1.0, "rollout/solved": solved}
+    mean, solved = float(np.mean(rewards)), float(np.mean([r == 1 for r in rewards]))
+    # A share of groups is 0 or 1, as all are this one. Eight steps are more than the rules look back.
+    steps = {"rollout/reward": mean, "rollout/mixed": 0.0 if silent else 1.0, "rollout/solved": solved}
     steps |= {"credit/silent": float(silent), "rollout/truncated": 0.0, "policy/kl_step": 0.0}
     history = lab.recorded({name: [x] * 8 for name, x in steps.items()})
     return lab.by_rules(history, Reinforce(name="rl", algorithm=GRPO, siblings=4))
@@ -31,28 +32,25 @@ def said_of(rewards: list[float], silent: bool) -> tuple[lab.Speech, ...]:
 
 def compute(k: lab.Values) -> lab.Readout:
     rewards = [float(k[n]) for n in NAMES]
-    ours, silent = credit(*rewards)
+    credits, silent = credit(*rewards)
     mean, std = float(np.mean(rewards)), float(np.std(rewards, ddof=1))
-    wide = ours * std / np.std(rewards) if not silent else ours
-    best = NAMES[int(np.argmax(ours))]
+    over_k = credits * std / np.std(rewards) if not silent else credits
+    best = NAMES[int(np.argmax(credits))]
     sentence = (
-        f"All rewards are equal, so the group is **silent**: it says nothing and moves nothing. Mean **{mean:.3g}**."
+        f"All rewards are equal, so the group is **silent**: credit is 0, and pushes no token. Mean **{mean:.3g}**."
         if silent
-        else f"Mean **{mean:.3g}**, std **{std:.3g}**: {best} is pushed up most, by **{ours.max():+.3g}** a token."
+        else f"Mean **{mean:.3g}**, std **{std:.3g}**: none is pushed up more than {best}, by "
+        f"**{credits.max():+.3g}** a token."
     )
     return lab.Readout(
         pictures=(
             Bars("Reward of each sibling", NAMES, {"reward": rewards}, marks={"mean": mean}),
-            Bars("Credit of each sibling", NAMES, {"std over K - 1 (ours)": list(ours), "std over K": list(wide)},
+            Bars("Credit of each sibling", NAMES, {"std over K - 1 (ours)": list(credits), "std over K": list(over_k)},
                  low=-2, high=2),
         ),
         sentence=sentence,
-        values={
-            "mean": mean,
-            "std over K - 1": std,
-            "std over K": float(np.std(rewards)),
-            "largest": float(ours.max()),
-        },
+        values={"mean": mean, "std over K - 1": std, "std over K": float(np.std(rewards)),
+                "largest": float(credits.max())},
         says=said_of(rewards, silent),
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Page 12: RLOO beside GRPO's centred credit."""
+"""Page 12: RLOO beside centred credit, that of GRPO without its division by the standard deviation."""
 
 from __future__ import annotations
 
@@ -16,37 +16,38 @@ SIBLINGS = tuple(range(2, 17))
 
 
 def credit(a: Algorithm, rewards: list[float]) -> list[float]:
-    """Credit of each sibling."""
-    made = credit_step(a, rewarded(rewards), max_tokens=20, ema=0.0)
-    return [float(e.advantage[0][0]) for e in made.groups[0].episodes]
+    """Credit of each sibling: that of its one token."""
+    step_credit = credit_step(a, rewarded(rewards), max_tokens=20, ema=0.0)
+    return [float(e.advantage[0][0]) for e in step_credit.groups[0].episodes]
 
 
 def ratio(k: int) -> float:
-    """RLOO's credit over the centred one, of one right answer among k."""
+    """RLOO's credit over the centred one, of one right answer among k >= 2. Dr.GRPO's credit is the centred one."""
     rewards = [1.0, *[0.0] * (k - 1)]
     return credit(RLOO, rewards)[0] / credit(DR_GRPO, rewards)[0]
 
 
 def compute(k: lab.Values) -> lab.Readout:
+    # There are never more right answers than siblings, whatever the other knob says.
     count, right = int(k["K"]), min(int(k["right"]), int(k["K"]))
     rewards = [1.0] * right + [0.0] * (count - right)
-    others, centred = credit(RLOO, rewards), credit(DR_GRPO, rewards)
+    rloo, centred = credit(RLOO, rewards), credit(DR_GRPO, rewards)
     names = [f"{i + 1}" for i in range(count)]
-    times = count / (count - 1) if count > 1 else 1.0
-    alone = lab.refusal(lambda: Reinforce(name="rl", algorithm=RLOO, siblings=count))
+    factor = count / (count - 1) if count > 1 else 1.0  # 1: a group of one has no factor
+    refused = lab.refusal(lambda: Reinforce(name="rl", algorithm=RLOO, siblings=count))
     return lab.Readout(
         pictures=(
             Bars("Credit of each sibling", names,
-                 {"minus the others' mean (RLOO)": others, "minus the mean (centred)": centred}),
+                 {"minus the others' mean (RLOO)": rloo, "minus the mean (centred)": centred}),
             Curve("RLOO over centred, by siblings", SIBLINGS, {"ratio": [ratio(n) for n in SIBLINGS]}, x_label="K",
                   low=1, at=count),
         ),
-        sentence=f"**{right} of {count}** right. RLOO's credit is **{times:.3g}** times the centred one: the direction "
-        "is the same, as if only the learning rate differed."
+        sentence=f"**{right} of {count}** right. RLOO's credit is **{factor:.3g}** times the centred one: the "
+        "direction is the same, as if only the learning rate differed."
         if count > 1
         else "A group of **1**: there is nothing to compare with, and credit is 0.",
-        values={"ratio": times, "credit of a right one": others[0], "largest": float(np.max(np.abs(others)))},
-        says=alone,
+        values={"ratio": factor, "credit of the first": rloo[0], "largest": float(np.max(np.abs(rloo)))},
+        says=refused,
     )  # fmt: skip
 
 

@@ -11,17 +11,18 @@ from posttrain.web.picture import Bars, Curve
 
 RULES = {"sequence_mean (GRPO)": GRPO, "prompt_mean (DAPO)": DAPO, "constant (Dr.GRPO)": DR_GRPO}
 MOST = 256
+"""L_max: the largest length that is allowed."""
 
 
 def token_push(rule: str, lengths: tuple[int, int], rewards: tuple[float, float]) -> tuple[float, float]:
-    """Returns the push on one token of the short and of the long answer: weight times credit, times the step's
-    tokens."""
+    """Returns the push on one token of the short and of the long answer: weight times credit. It is multiplied by the
+    tokens of the step, so that a plain mean over all tokens would give the credit itself."""
     a = RULES[rule]
-    made = credit_step(a, rewarded(rewards, lengths=[list(lengths)]), max_tokens=MOST, ema=0.0).groups[0]
+    group = credit_step(a, rewarded(rewards, lengths=[list(lengths)]), max_tokens=MOST, ema=0.0).groups[0]
     weights = weigh(a.aggregate, lengths, (0, 0), MOST)
-    credits = [float(e.advantage[0][0]) for e in made.episodes]
-    total = sum(lengths)
-    return float(weights[0] * credits[0] * total), float(weights[1] * credits[1] * total)
+    credits = [float(e.advantage[0][0]) for e in group.episodes]
+    step_tokens = sum(lengths)
+    return float(weights[0] * credits[0] * step_tokens), float(weights[1] * credits[1] * step_tokens)
 
 
 def against(pushes: tuple[float, float]) -> list[float]:
@@ -32,20 +33,20 @@ def against(pushes: tuple[float, float]) -> list[float]:
 def compute(k: lab.Values) -> lab.Readout:
     short, long = int(k["short"]), int(k["long"])
     rewards = (1.0, 0.0) if k["wrong"] == "the long one" else (0.0, 1.0)
-    found = {rule: token_push(rule, (short, long), rewards) for rule in RULES}
+    pushes = {rule: token_push(rule, (short, long), rewards) for rule in RULES}
     lengths = [10, 20, 40, 80, 120, 160, 200]
     by_length = {rule: [abs(against(token_push(rule, (short, n), rewards))[1]) for n in lengths] for rule in RULES}
-    quieter = 1 / abs(against(found[str(k["rule"])])[1])
+    short_over_long = 1 / abs(against(pushes[str(k["rule"])])[1])
     return lab.Readout(
         pictures=(
             Bars("Push of one token, in units of the short answer's", ("short answer", "long answer"),
-                 {rule: against(x) for rule, x in found.items()}, low=-1.2, high=1.2),
+                 {rule: against(x) for rule, x in pushes.items()}, low=-1.2, high=1.2),
             Curve("Size of the push on a token of the long answer", lengths, by_length,
                   x_label="tokens of the long answer", low=0, high=1.2),
         ),
-        sentence=f"Under **{k['rule']}** a token of the short answer weighs **{quieter:.3g}** times as much as a token "
-        "of the long one. The credit of both is equal but for its sign.",
-        values={"short over long": quieter},
+        sentence=f"Under **{k['rule']}** a token of the short answer weighs **{short_over_long:.3g}** times as much as "
+        "a token of the long one. The credit of both is equal but for its sign.",
+        values={"short over long": short_over_long},
     )  # fmt: skip
 
 

@@ -23,18 +23,19 @@ RULES = {
 }
 
 
-def estimate(rule: str, k: int, made: torch.Generator) -> np.ndarray:
+def estimate(rule: str, k: int, rng: torch.Generator) -> np.ndarray:
     """One estimate of the gradient of the expected reward, [5], from k samples of a uniform policy."""
     a, policy = RULES[rule], TabularPolicy(torch.zeros(1, 1, 5))
-    answers = ask(policy, siblings(torch.zeros(1, dtype=torch.int64), k), made)
+    answers = ask(policy, siblings(torch.zeros(1, dtype=torch.int64), k), rng)
     rewards = REWARDS[answers.tokens_ET[:, 0].numpy()]
-    shape = rewards[None] if rule.startswith("the") else rewards[:, None]
-    credit = credit_by_pattern(a, shape).reshape(-1, 1)
+    # RLOO compares: the samples are one group of k. Without a baseline they are k groups of one.
+    rewards_PG = rewards[None] if rule.startswith("the") else rewards[:, None]
+    credit = credit_by_pattern(a, rewards_PG).reshape(-1, 1)
     start = said_logp(policy, answers)[0].detach()
-    loss, _ = loss_of(a, batch_of(a, answers, credit, shape.shape[1], start, start), policy, answers)
+    loss, _ = loss_of(a, batch_of(a, answers, credit, rewards_PG.shape[1], start, start), policy, answers)
     loss.backward()
     assert policy.table.grad is not None
-    return -policy.table.grad[0, 0].numpy()
+    return -policy.table.grad[0, 0].numpy()  # the loss falls where the expected reward rises
 
 
 EXACT = (REWARDS - REWARDS.mean()) / 5
@@ -44,28 +45,29 @@ EXACT = (REWARDS - REWARDS.mean()) / 5
 @cache
 def errors(rule: str, k: int, times: int, seed: int) -> np.ndarray:
     """The distance of each of `times` estimates from the exact gradient, over its size."""
-    made = torch.Generator().manual_seed(seed)
-    found = np.array([estimate(rule, k, made) for _ in range(times)])
-    return np.linalg.norm(found - EXACT, axis=1) / np.linalg.norm(EXACT)
+    rng = torch.Generator().manual_seed(seed)
+    estimates = np.array([estimate(rule, k, rng) for _ in range(times)])
+    return np.linalg.norm(estimates - EXACT, axis=1) / np.linalg.norm(EXACT)
 
 
 def compute(k: lab.Values) -> lab.Readout:
     times, seed, rule, count = int(k["times"]), int(k["seed"]), str(k["baseline"]), int(k["K"])
-    one = estimate(rule, count, torch.Generator().manual_seed(seed))
-    curve = {name: [float(errors(name, c, times, seed).mean()) for c in COUNTS] for name in RULES}
-    curve["1 / sqrt(K)"] = [curve[rule][0] * (COUNTS[0] / c) ** 0.5 for c in COUNTS]
-    mine = errors(rule, count, times, seed)
-    wrong = float(np.mean(mine > 1))
+    single = estimate(rule, count, torch.Generator().manual_seed(seed))
+    error_by_k = {name: [float(errors(name, c, times, seed).mean()) for c in COUNTS] for name in RULES}
+    # The law, from the chosen rule's error at the smallest K on.
+    error_by_k["1 / sqrt(K)"] = [error_by_k[rule][0] * (COUNTS[0] / c) ** 0.5 for c in COUNTS]
+    errors_now = errors(rule, count, times, seed)
+    worse = float(np.mean(errors_now > 1))
     return lab.Readout(
         pictures=(
             Bars("One estimate beside the exact gradient", [f"action {i}" for i in range(5)],
-                 {"exact": EXACT.tolist(), "estimate": one.tolist()}),
-            Curve("Error of an estimate, over the size of the gradient", COUNTS, curve, x_label="K samples", log=True,
-                  low=0, at=count),
+                 {"exact": EXACT.tolist(), "estimate": single.tolist()}),
+            Curve("Error of an estimate, over the size of the gradient", COUNTS, error_by_k, x_label="K samples",
+                  log=True, low=0, at=count),
         ),
-        sentence=f"With **{count}** samples an estimate is off by **{mine.mean():.2f}** times the gradient itself; "
-        f"**{wrong:.0%}** of {times} estimates are further off than not moving at all.",
-        values={"error": float(mine.mean()), "worse than nothing": wrong},
+        sentence=f"With **{count}** samples an estimate is off by **{errors_now.mean():.2f}** times the gradient "
+        f"itself; **{worse:.0%}** of {times} estimates are further off than not moving at all.",
+        values={"error": float(errors_now.mean()), "worse than nothing": worse},
     )  # fmt: skip
 
 

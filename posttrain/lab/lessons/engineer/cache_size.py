@@ -13,17 +13,19 @@ COUNTS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 
 
 def decoding(k: lab.Values, **other: int) -> Decoding:
-    at = {name: int({**k, **other}[name]) for name in ("devices", "sequences", "length")}
-    return Decoding(shape_by_name(k["model"]), device("H100"), **at, shared=bool(k["shared"]))
+    """Decoding at the knobs `k` with some of them replaced by `other`."""
+    sizes = {name: int({**k, **other}[name]) for name in ("devices", "sequences", "length")}
+    return Decoding(shape_by_name(k["model"]), device("H100"), **sizes, shared=bool(k["shared"]))
 
 
 def compute(k: lab.Values) -> lab.Readout:
     now = decoding(k)
-    steps = [decoding(k, sequences=n) for n in COUNTS]
-    fitting = [s.tokens_per_second if s.bound != "memory" else None for s in steps]
-    beyond = [s.tokens_per_second if s.bound == "memory" else None for s in steps]
-    waits = {"memory": "The others wait, and a step begins without them.", "bandwidth": "A step waits for **reading**.",
-             "arithmetic": "A step waits for **arithmetic**."}  # fmt: skip
+    by_count = [decoding(k, sequences=n) for n in COUNTS]
+    fitting = [s.tokens_per_second if s.bound != "memory" else None for s in by_count]
+    beyond = [s.tokens_per_second if s.bound == "memory" else None for s in by_count]
+    bound_words = {"memory": "The rest would have to wait; with room for all,",
+                   "bandwidth": "A step waits for **reading**:",
+                   "arithmetic": "A step waits for **arithmetic**:"}  # fmt: skip
     return lab.Readout(
         pictures=(
             Bars("Memory, GB", ["weights", "caches", "devices"],
@@ -35,7 +37,7 @@ def compute(k: lab.Values) -> lab.Readout:
         ),
         sentence=f"A token's keys and values take **{now.token_cache / 1e3:.0f} KB**, all caches "
         f"**{now.cache / 1e9:.3g} GB** beside **{now.weights / 1e9:.3g} GB** of weights; **{now.fitting}** such "
-        f"sequences fit. {waits[now.bound]} At the peaks of the devices that is **{now.tokens_per_second:.0f}** "
+        f"sequences fit. {bound_words[now.bound]} at the peaks of the devices that is **{now.tokens_per_second:.0f}** "
         f"tokens a second, **{now.tokens_per_second / now.sequences:.0f}** for each reader.",
         values={"KB a token": now.token_cache / 1e3, "caches, GB": now.cache / 1e9, "reading, ms": now.reading * 1e3,
                 "arithmetic, ms": now.arithmetic * 1e3, "sequences that fit": now.fitting,
@@ -96,7 +98,7 @@ LESSON = lab.Lesson(
                       57.3, why="2 * 28 * 4 * 128 * 2 = 57,344 bytes."),
         lab.AskKnobs("Serve Llama-3.1-70B so that 256 sequences of 2,048 tokens fit: at least 256.",
                      "sequences that fit", 256, None, {"model": "Llama-3.1-70B", "devices": 8, "length": 2048}),
-        lab.AskChoice("At 1,024 short sequences a step takes little longer than at 32. Why?",
+        lab.AskChoice("With Llama-3.1-8B a step of 32 short sequences takes little longer than a step of one. Why?",
                       ("The weights are read once for all of them", "Short sequences need no cache",
                       "Arithmetic does not grow"), 0,
                       why="Reading the weights is most of a step while the caches are small."),

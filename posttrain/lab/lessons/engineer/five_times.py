@@ -20,22 +20,15 @@ COUNTS = [1, 2, 4, 8, 16, 32, 64]
 
 
 def timed(k: lab.Values, **other: int) -> Throughput:
-    """GRPO with a reference on 8 H100."""
+    """GRPO with a reference on 8 H100, at the knobs `k` with some of them replaced by `other`."""
     at = {**k, **other}
     work = Work(
         shape=shape_by_name(at["model"]),
         lengths=Lengths(prompt=512, mean=int(at["answer"]), most=8 * int(at["answer"]), cv=float(at["spread"])),
-        prompts=PROMPTS,
-        siblings=int(at["siblings"]),
-        width=2,
-        accelerator=True,
-        samples_answers=True,
-        reference=True,
-        slots=512,
-        vllm=True,
-        engines=0 if at["way"] == "colocated" else DEVICES // 2,
+        prompts=PROMPTS, siblings=int(at["siblings"]), width=2, accelerator=True, samples_answers=True, reference=True,
+        slots=512, vllm=True, engines=0 if at["way"] == "colocated" else DEVICES // 2,
         staleness=int(at["way"] == "asynchronous"),
-    )
+    )  # fmt: skip
     assumed = Assumed(reward=float(at["reward"]), judges=16, kept=float(at["kept"]))
     return throughput(work, machine(f"{DEVICES}xH100"), assumed)
 
@@ -43,15 +36,15 @@ def timed(k: lab.Values, **other: int) -> Throughput:
 def compute(k: lab.Values) -> lab.Readout:
     now = timed(k)
     t = now.times
-    curve = [timed(k, siblings=n) for n in COUNTS]
-    equal = replace(now.work, lengths=replace(now.work.lengths, cv=0.0))
-    short = throughput(equal, now.machine, now.assumed).decode
+    by_siblings = [timed(k, siblings=n) for n in COUNTS]
+    equal_lengths = replace(now.work, lengths=replace(now.work.lengths, cv=0.0))
+    decode_if_equal = throughput(equal_lengths, now.machine, now.assumed).decode
     return lab.Readout(
         pictures=(
             Bars("The five times of a step, s", ROLES, {"seconds": [getattr(t, r) for r in ROLES]}, low=0),
             Bars("Sampling, s", ["prompts", "answers, all equal", "answers as they are"],
-                 {"seconds": [now.prefill, short, now.decode]}, low=0),
-            Curve("Tokens learned from a second", COUNTS, {"tokens": [x.tokens_per_second for x in curve]},
+                 {"seconds": [now.prefill, decode_if_equal, now.decode]}, low=0),
+            Curve("Tokens learned from a second", COUNTS, {"tokens": [x.tokens_per_second for x in by_siblings]},
                   x_label="samples of a prompt", low=0, log=True, at=float(k["siblings"])),
         ),
         sentence=f"A step takes **{now.step:.3g} s**; the longest role is **{t.slowest}**. That is "
@@ -68,7 +61,7 @@ LESSON = lab.Lesson(
     question="How long does a step take, and which of its parts must become shorter first?",
     idea="""
         A step has five times: sampling, judging, the reference, learning, sending weights. In turn they add up; at once
-        the longer side counts.
+        the longer side counts, and the sending after it.
 
         Each has its own limit. Learning is *arithmetic*: about six operations a parameter and token. Saying a token is
         *reading*: all weights are read for a few numbers, so many answers must be said at once. At the end of a step a

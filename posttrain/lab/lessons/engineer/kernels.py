@@ -18,33 +18,32 @@ GPU = {"model": "Llama-3.1-8B", "where": "GPU", "siblings": 64, "prompt": 1000, 
 def work(k: lab.Values, **other: int) -> Work:
     """A step of one prompt; `model.share_prefixes` is on."""
     at = {**k, **other}
+    # One token more: the learner computes all of an answer but its last token, so G positions are G + 1 tokens.
     return Work(
         shape=shape_by_name(at["model"]),
         lengths=Lengths(prompt=int(at["prompt"]), mean=int(at["answer"]) + 1, most=int(at["answer"]) + 1),
-        prompts=1,
-        siblings=int(at["siblings"]),
-        micro_tokens=PASS,
-        width=2,
-        accelerator=at["where"] == "GPU",
-    )
+        prompts=1, siblings=int(at["siblings"]), micro_tokens=PASS, width=2, accelerator=at["where"] == "GPU",
+    )  # fmt: skip
 
 
 def saving(prompt: int, answer: int, siblings: int) -> float:
-    """Positions without sharing, in those with it, of prompts alone: answers are computed in both."""
+    """The curriculum's K / (1 + K G / P): K P, the positions of all prompts without sharing, over P + K G, all
+    positions with it. Below 1 where answers are long."""
     shared = work({"model": MODELS[0], "where": "GPU", "prompt": prompt, "answer": answer, "siblings": siblings})
     return siblings * prompt / shared.group_tokens
 
 
 def whole(w: Work) -> float:
-    """Bytes of all scores of a pass, in float32."""
+    """Bytes of all scores of a pass of 16,384 tokens, in float32."""
     return 4.0 * PASS * w.shape.vocabulary
 
 
 def compute(k: lab.Values) -> lab.Readout:
     now = work(k)
     prompt, answer, siblings = (int(k[n]) for n in ("prompt", "answer", "siblings"))
-    both = siblings * (prompt + answer) / now.group_tokens
-    once, each = prompt + siblings * answer / 2, siblings * (prompt + answer / 2)
+    fewer = siblings * (prompt + answer) / now.group_tokens
+    reads_once, reads_each = prompt + siblings * answer / 2, siblings * (prompt + answer / 2)  # half is said so far
+    # A tile has at most as many rows as tokens are learned from: here those of the most siblings, 64.
     tile = activations.tile(work(k, siblings=64))
     return lab.Readout(
         pictures=(
@@ -55,13 +54,14 @@ def compute(k: lab.Values) -> lab.Readout:
             Bars("Scores of a pass of 16,384 tokens, GB", ["all at once", "in tiles"],
                  {"GB": [whole(now) / 1e9, tile / 1e9]}, low=0),
             Bars("Cached tokens that a decoding step reads, thousands", ["each sibling its prompt", "the prompt once"],
-                 {"tokens": [each / 1e3, once / 1e3]}, low=0),
+                 {"tokens": [reads_each / 1e3, reads_once / 1e3]}, low=0),
         ),
-        sentence=f"With shared beginnings the learner computes **{both:.2f}** times fewer positions. A head in tiles "
-        f"needs **{tile / 1e9:.2g} GB** instead of **{whole(now) / 1e9:.3g} GB** for the scores. Decoding attention "
-        f"that reads the prompt once for all siblings reads **{each / once:.2f}** times fewer tokens.",
-        values={"fewer positions": both, "K / (1 + K G / P)": saving(prompt, answer, siblings),
-                "scores, GB": whole(now) / 1e9, "tiles, GB": tile / 1e9, "fewer reads": each / once},
+        sentence=f"With shared beginnings the learner computes **{fewer:.2f}** times fewer positions. A head in "
+        f"tiles needs **{tile / 1e9:.2g} GB** instead of **{whole(now) / 1e9:.3g} GB** for the scores. Decoding "
+        "attention that reads the prompt once for all siblings reads "
+        f"**{reads_each / reads_once:.2f}** times fewer tokens.",
+        values={"fewer positions": fewer, "K / (1 + K G / P)": saving(prompt, answer, siblings),
+                "scores, GB": whole(now) / 1e9, "tiles, GB": tile / 1e9, "fewer reads": reads_each / reads_once},
     )  # fmt: skip
 
 
@@ -72,7 +72,8 @@ LESSON = lab.Lesson(
         RL has a shape of its own: many answers to one prompt. Three pieces of code use it.
 
         *Shared beginnings*: the learner computes a prompt once for all its siblings. With K siblings, prompts of P and
-        answers of G tokens, K P positions become P + K G - so of long prompts much is saved, of long answers nothing.
+        answers of G tokens, K (P + G) positions become P + K G - so of long prompts much is saved, of long answers
+        nothing.
 
         *A head in tiles*: the log-prob of a token needs its own score and the sum over the vocabulary, never all scores
         of all tokens. Tiles of them are made, used and thrown away, and made again in the backward pass.

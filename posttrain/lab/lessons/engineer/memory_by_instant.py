@@ -18,52 +18,45 @@ ROOM = device("H100").memory
 
 
 def work(k: lab.Values) -> Work:
-    """GRPO in bfloat16 with a reference: `batch` sequences of `length` tokens in a pass, 64 of them in a step."""
+    """GRPO in bfloat16 with a reference: `batch` sequences of `length` tokens in a pass, 64 of them in a step, all of
+    one length. 256 tokens of a sequence are its prompt."""
     answer = int(k["length"]) - PROMPT
     return Work(
         shape=shape_by_name(k["model"]),
         lengths=Lengths(prompt=PROMPT, mean=answer, most=answer),
-        prompts=8,
-        siblings=SIBLINGS,
-        micro_tokens=int(k["batch"]) * int(k["length"]),
-        width=2,
-        accelerator=True,
-        samples_answers=True,
-        reference=True,
-        checkpointing=k["again"],
-        ranks=int(k["devices"]),
-        slots=64,
-    )
+        prompts=8, siblings=SIBLINGS, micro_tokens=int(k["batch"]) * int(k["length"]), width=2, accelerator=True,
+        samples_answers=True, reference=True, checkpointing=k["again"], ranks=int(k["devices"]), slots=64,
+    )  # fmt: skip
 
 
 def compute(k: lab.Values) -> lab.Readout:
-    place = places(work(k))[0]
-    held = [t for t in place.held(place.peak) if t.bytes > 0.01 * place.most]
+    place = places(work(k))[0]  # the process of learner and engine: here they share one
+    terms = [t for t in place.held(place.peak) if t.bytes > 0.01 * place.most]  # large enough to be seen
     fits = place.most <= ROOM
-    whole = quoted(shape_by_name(k["model"]).parameters) / int(k["devices"])
-    said = "It fits." if fits else "It **does not fit** into 80 GB."
+    usual = quoted(shape_by_name(k["model"]).parameters) / int(k["devices"])
+    verdict = "It fits." if fits else "It **does not fit** into 80 GB."
     return lab.Readout(
         pictures=(
             Bars("Memory of the fullest H100 at each instant of a step, GB", INSTANTS,
                  {"GB": [place.total(i) / 1e9 for i in INSTANTS]}, low=0, marks={"an H100:": ROOM / 1e9}),
-            Bars(f"What is there at its highest ({place.peak}), GB", [t.name for t in held],
-                 {"GB": [t.bytes / 1e9 for t in held]}, low=0),
+            Bars(f"What is there at its highest ({place.peak}), GB", [t.name for t in terms],
+                 {"GB": [t.bytes / 1e9 for t in terms]}, low=0),
         ),
         sentence=f"The peak is **{place.most / 1e9:.3g} GB**, at **{place.peak}**; the largest part is the "
-        f"{held[0].name}, **{held[0].bytes / 1e9:.3g} GB**. {said} The usual count of 18 bytes a parameter says "
-        f"{whole / 1e9:.3g} GB, and knows no activations, engine or reference.",
-        values={"peak, GB": place.most / 1e9, "18 bytes a parameter, GB": whole / 1e9,
+        f"{terms[0].name}, **{terms[0].bytes / 1e9:.3g} GB**. {verdict} The usual count of 18 bytes a parameter says "
+        f"{usual / 1e9:.3g} GB a device, and knows no activations, engine or reference.",
+        values={"peak, GB": place.most / 1e9, "18 bytes a parameter, GB": usual / 1e9,
                 "cache, GB": next(t.bytes for t in place.terms if t.name.startswith("cache")) / 1e9,
                 "activations, GB": next(t.bytes for t in place.terms if t.name == "activations") / 1e9},
     )  # fmt: skip
 
 
 def of_layers(bytes_each: float = 0.0) -> float:
-    """GB that 4 sequences of 8,192 tokens keep in a model of 7 B: by our layers, or so many bytes a number of the
-    hidden state."""
-    at = work({"model": "Qwen2.5-7B", "length": 8192, "batch": 4, "again": "none", "devices": 1})
-    each = bytes_each * 4096 * 32 if bytes_each else activations.kept(at)
-    return each * 4 * 8192 / 1e9
+    """GB that 4 sequences of 8,192 tokens keep in a model of 7 B: by the layers of Qwen2.5-7B, or with
+    `bytes_each` for each of 4,096 numbers of the hidden state in each of 32 layers."""
+    setting = work({"model": "Qwen2.5-7B", "length": 8192, "batch": 4, "again": "none", "devices": 1})
+    bytes_a_token = bytes_each * 4096 * 32 if bytes_each else activations.kept(setting)
+    return bytes_a_token * 4 * 8192 / 1e9
 
 
 LESSON = lab.Lesson(

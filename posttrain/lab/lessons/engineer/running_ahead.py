@@ -38,13 +38,13 @@ class Trained:
 
 @cache
 def train(rule: str, ahead: int, lr: float = LR, seed: int = 0) -> Trained:
-    """Each step learns from what the weights of `ahead` steps before it said."""
-    a, out, made = RULES[rule], Trained(), torch.Generator().manual_seed(seed)
+    """Each step learns from answers of the weights of `ahead` steps before; the first ones of the first weights."""
+    a, out, rng = RULES[rule], Trained(), torch.Generator().manual_seed(seed)
     policy = WORLD.taught(seed, hidden=64, steps=300, right=0.3)
     trainer = ToyTrainer(a, policy, torch.optim.Adam(policy.parameters(), lr=lr), G, seed)
-    past = deque([deepcopy(policy)], maxlen=ahead + 1)
+    past = deque([deepcopy(policy)], maxlen=ahead + 1)  # the last `ahead` + 1 policies: the first of them samples
     for _ in range(STEPS):
-        answers = ask(past[0], siblings(torch.randint(WORLD.prompts, (GROUPS,), generator=made), G), made)
+        answers = ask(past[0], siblings(torch.randint(WORLD.prompts, (GROUPS,), generator=rng), G), rng)
         rewards = WORLD.rewards(answers, G)
         out.gap.append(float((logp_of(policy, answers) - answers.mu_ET).abs().mean()))
         out.reward.append(float(rewards.mean()))
@@ -56,12 +56,13 @@ def train(rule: str, ahead: int, lr: float = LR, seed: int = 0) -> Trained:
 
 
 def wall() -> int:
-    """The smallest K at which 80 steps end .05 below those with fresh samples."""
+    """The smallest K of some at which 80 steps end .05 below those with fresh samples; 32 where none of them does."""
     fresh = train(SAMPLER, 0).accuracy[-1]
     return next((k for k in (1, 2, 4, 8, 16) if train(SAMPLER, k).accuracy[-1] < fresh - 0.05), 32)
 
 
 def seconds(k: lab.Values, way: str) -> float:
+    """Seconds of a step with this placement; judging and the reference take none here."""
     times = Times(float(k["rollout"]), 0, 0, float(k["learn"]), float(k["sync"]))
     return times.step("colocated" if way == TURNS else "asynchronous", hidden_sync=way == MEANWHILE)
 
@@ -69,27 +70,29 @@ def seconds(k: lab.Values, way: str) -> float:
 def compute(k: lab.Values) -> lab.Readout:
     way = str(k["way"])
     ahead = 0 if way == TURNS else int(k["ahead"])
-    found, fresh = (train(str(k["rule"]), n, float(k["lr"]), int(k["seed"])) for n in (ahead, 0))
-    step, turns = seconds(k, way), seconds(k, TURNS)
-    at, each = np.linspace(step, STEPS * step, 40), np.arange(1, STEPS + 1)
-    told = {TURNS: np.interp(at, each * turns, fresh.accuracy).tolist()}
-    told |= {} if way == TURNS else {f"{way}, K = {ahead}": np.interp(at, each * step, found.accuracy).tolist()}
-    busy = {"engines": float(k["rollout"]) / step, "learner": float(k["learn"]) / step}
-    gap, clipped = float(np.mean(found.gap)), float(np.mean(found.clipped))
+    trained, fresh = (train(str(k["rule"]), n, float(k["lr"]), int(k["seed"])) for n in (ahead, 0))
+    step_seconds, in_turn = seconds(k, way), seconds(k, TURNS)
+    moments, step_numbers = np.linspace(step_seconds, STEPS * step_seconds, 40), np.arange(1, STEPS + 1)
+    accuracy = {TURNS: np.interp(moments, step_numbers * in_turn, fresh.accuracy).tolist()}
+    accuracy |= {} if way == TURNS else {
+        f"{way}, K = {ahead}": np.interp(moments, step_numbers * step_seconds, trained.accuracy).tolist()}  # fmt: skip
+    busy = {"engines": float(k["rollout"]) / step_seconds, "learner": float(k["learn"]) / step_seconds}
+    gap, clipped = float(np.mean(trained.gap)), float(np.mean(trained.clipped))
     ways = (TURNS, AT_ONCE, MEANWHILE)
-    series = {"rollout/reward": found.reward, "rollout/solved": found.reward}
+    series = {"rollout/reward": trained.reward, "rollout/solved": trained.reward}
     return lab.Readout(
         pictures=(
-            Curve("Accuracy by time", (at / 60).round(2).tolist(), told, x_label="minutes", low=0, high=1),
-            Curve("How old samples differ from the newest weights", each[::2].tolist(),
-                  {"mean |log ratio|": found.gap[::2], "clipped share": found.clipped[::2]}, low=0),
+            Curve("Accuracy by time", (moments / 60).round(2).tolist(), accuracy, x_label="minutes", low=0, high=1),
+            Curve("How old samples differ from the newest weights", step_numbers[::2].tolist(),
+                  {"mean |log ratio|": trained.gap[::2], "clipped share": trained.clipped[::2]}, low=0),
             Bars("Seconds of a step", ways, {"seconds": [seconds(k, w) for w in ways]}, low=0),
         ),
-        sentence=f"A step takes **{step:.0f} s** (in turn {turns:.0f}): engines work **{busy['engines']:.0%}** of it, "
-        f"the learner **{busy['learner']:.0%}**. Samples are **{ahead}** steps old, their log ratio is **{gap:.2f}** "
-        f"nats and **{clipped:.0%}** of the tokens are clipped. After {STEPS} steps accuracy is "
-        f"**{found.accuracy[-1]:.2f}**, with fresh samples **{fresh.accuracy[-1]:.2f}**.",
-        values={"seconds": step, "accuracy": found.accuracy[-1], "log ratio": gap, "clipped": clipped,
+        sentence=f"A step takes **{step_seconds:.0f} s** (in turn {in_turn:.0f}): engines work "
+        f"**{busy['engines']:.0%}** of it, the learner **{busy['learner']:.0%}**. Samples are up to **{ahead}** "
+        f"steps old, their mean |log ratio| is **{gap:.2f}** nats and **{clipped:.0%}** of the tokens are clipped. "
+        f"After {STEPS} steps accuracy is **{trained.accuracy[-1]:.2f}**, with fresh samples "
+        f"**{fresh.accuracy[-1]:.2f}**.",
+        values={"seconds": step_seconds, "accuracy": trained.accuracy[-1], "log ratio": gap, "clipped": clipped,
                 "learner waits": 1 - busy["learner"]},
         says=lab.by_rules(lab.recorded(series), Reinforce(name="rl"), "collapse"),
     )  # fmt: skip
@@ -100,8 +103,8 @@ LESSON = lab.Lesson(
     minutes=7,
     question="Engines that do not wait for the learner are faster: what do their old samples cost?",
     idea="""
-        In turn, engines wait while the learner works, and it waits for them. At once nobody waits, but a sample is then
-        from weights of K steps ago (its *staleness*).
+        In turn, engines wait while the learner works, and it waits for them. At once both work side by side and the
+        longer counts, but a sample is then from weights of K steps ago (its *staleness*).
 
         The policy has moved since. The ratio of its probability now to the sampler's says by how much. Three ways to
         treat that: *clip* against the sampler, so that tokens that moved far push no more; *weigh* each token by the

@@ -39,26 +39,28 @@ NAMES = ("refill slots", "share prompts", "prompts in pieces", "drafts")
 
 @dataclass
 class LetterModel:
-    """Stands in for the network: the next letter depends on the last one alone. It counts what each pass would cost."""
+    """Stands in for the network, with what `Stepper` uses of it: the next letter depends on the last one alone. It
+    counts what each pass would cost."""
 
-    now: float = 0.0
+    now: float = 0.0  # seconds of all passes so far
     waits: float = 0.0
-    """Seconds in which reading the weights takes longest, so that more positions would be free."""
+    """Seconds of the passes that took as long as reading the weights: more positions would have been free there."""
     passes: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
     """(seconds, slots that generate) of each pass."""
-    pool: Any = None
+    pool: Any = None  # what copies blocks of the cache: the model itself
     kernels: str = "reference"
 
     def __post_init__(self) -> None:
         self.pool = self
 
     def copy(self, source: np.ndarray, to: np.ndarray) -> None:
-        """Shared blocks part; here nothing is cached."""
+        """Copies rows of the cache; here there are none."""
 
     def routed(self, rows: np.ndarray) -> None:
-        """No mixture of experts."""
+        """The experts that were chosen: None, as there is no mixture."""
 
     def run(self, plan: Plan) -> tuple[Tensor, None]:
+        """Counts a pass; each position's "hidden state" is its token id, int64 [N, 1]."""
         seconds = max(READ, len(plan.ids) * COMPUTE)
         self.now += seconds
         self.waits += READ if seconds == READ else 0.0
@@ -71,6 +73,7 @@ class LetterModel:
 
 @cache
 def letters() -> Tensor:
+    """Log-probs [V, V] of the next letter (column) after each letter, in float32 as the engine has them."""
     return taught().float()
 
 
@@ -81,7 +84,7 @@ class Served:
     model: LetterModel
     times: list[list[float]]
     """Moment of each token of each request."""
-    accepted: float
+    accepted: float  # share of the drafted tokens that were said; 0 without drafts
 
     @property
     def rate(self) -> float:
@@ -94,6 +97,7 @@ class Served:
 
 
 def sampling_of(temperature: float) -> Sampling:
+    """The contract at this temperature; at 0 the argmax, which has a field of its own."""
     if temperature == 0:
         return Sampling(greedy=True, stop_ids=(), max_tokens=256)
     return Sampling(temperature=temperature, stop_ids=(), max_tokens=256)
@@ -101,17 +105,17 @@ def sampling_of(temperature: float) -> Sampling:
 
 def prompts_of(count: int, size: int) -> np.ndarray:
     """int32 [count, size]: letters that the table itself would say."""
-    made, cdf = np.random.default_rng(5), taught().exp().cumsum(-1).numpy()
+    rng, cdf = np.random.default_rng(5), taught().exp().cumsum(-1).numpy()
     out = np.zeros((count, size), np.int32)
     for t in range(1, size):
-        out[:, t] = (made.random(count)[:, None] < cdf[out[:, t - 1]]).argmax(1)
+        out[:, t] = (rng.random(count)[:, None] < cdf[out[:, t - 1]]).argmax(1)
     return out
 
 
 @cache
 def serve(slots: int, length: int, temperature: float, on: tuple[bool, ...], prompt: int = PROMPT,
           prompts: int = PROMPTS) -> Served:  # fmt: skip
-    """16 answers to each prompt, through the engine's scheduler, with these of the four tricks."""
+    """16 answers to each prompt, through the engine's scheduler, with these of the four tricks (`TRICKS`, in order)."""
     refill, share, pieces, drafts = on
     model, blocks, loop = LetterModel(), Blocks(1 << 16), asyncio.new_event_loop()
     budget = PIECES if pieces else WHOLE
@@ -121,31 +125,35 @@ def serve(slots: int, length: int, temperature: float, on: tuple[bool, ...], pro
     counters = EngineCounters(slots)
     stepper = Stepper(cast(CachedModel, model), scheduler, counters, proposer)
     asked, times = prompts_of(prompts, prompt), list[list[float]]()
+    # A lognormal of mean 1: -.18 is -.6 ** 2 / 2. Four times the largest mean, 48, stay below the 256 that are allowed.
     sizes = np.random.default_rng(7).lognormal(-0.18, 0.6, prompts * SIBLINGS).clip(0.2, 4) * length
     waiting = list[GenerateCall]()
     for i, size in enumerate(sizes.astype(int)):
         ids = asked[i // SIBLINGS].copy()
         if not share:
-            ids[:2] = i % 26 + 1, i // 26  # an own first letter, so that nothing is found to be shared
+            ids[:2] = i % 26 + 1, i // 26  # two letters of its own at the start, so that nothing is found to be shared
         times.append([])
+        # Two tokens at least, as a reader's speed is measured between the first and the last.
         waiting.append(GenerateCall(ids, sampling_of(temperature), i, max(2, int(size)), Stop.LENGTH,
                                     loop.create_future(), _clock(model, times[-1])))  # fmt: skip
     while waiting or scheduler.unfinished or scheduler.queue:
+        # With refill all requests queue at once. Without it a batch begins only when every slot is free.
         if refill or not scheduler.busy:
             for _ in range(len(waiting) if refill else min(slots, len(waiting))):
                 scheduler.submit(waiting.pop(0))
         stepper.step(0, admit=True)
     loop.close()
-    drafted = counters.take(scheduler).get("engine/accepted")
-    return Served(model, times, drafted.mean if drafted else 0.0)
+    accepted = counters.take(scheduler).get("engine/accepted")
+    return Served(model, times, accepted.mean if accepted else 0.0)
 
 
 def _clock(model: LetterModel, moments: list[float]) -> Callable[[np.ndarray, np.ndarray], None]:
+    """What an engine calls with each token that is said: it notes the moment."""
     return lambda ids, logp: moments.extend([model.now] * len(ids))
 
 
 def lanes(found: Served, most: int = 8) -> dict[str, list[tuple[float, float, str, Tone]]]:
-    """For some of the answers: from the first token to the last."""
+    """For `most` of the answers, evenly chosen: the wait for the first token, and from there to the last."""
     tones: tuple[Tone, ...] = ("one", "two", "three", "four")
     out = dict[str, list[tuple[float, float, str, Tone]]]()
     for i in range(0, len(found.times), len(found.times) // most):
@@ -156,28 +164,28 @@ def lanes(found: Served, most: int = 8) -> dict[str, list[tuple[float, float, st
 
 
 def compute(k: lab.Values) -> lab.Readout:
-    at = int(k["slots"]), int(k["length"]), round(float(k["temperature"]), 2)
+    setting = int(k["slots"]), int(k["length"]), round(float(k["temperature"]), 2)
     on = tuple(bool(k[name]) for name in TRICKS)
-    found, plain = serve(*at, on), serve(*at, (False,) * 4)
-    steps = [("none", plain.rate)]
+    served, plain = serve(*setting, on), serve(*setting, (False,) * 4)
+    rates = [("none", plain.rate)]  # each trick that is on, on top of those before it
     for i, name in enumerate(NAMES):
         if on[i]:
-            steps.append((f"+ {name}", serve(*at, tuple(x and j <= i for j, x in enumerate(on))).rate))
-    share = found.model.waits / found.model.now
-    pause = max((s for s, n in found.model.passes if n), default=0.0)
+            rates.append((f"+ {name}", serve(*setting, tuple(x and j <= i for j, x in enumerate(on))).rate))
+    reading_share = served.model.waits / served.model.now
+    pause = max((s for s, n in served.model.passes if n), default=0.0)
     return lab.Readout(
         pictures=(
-            Bars("Tokens a second, trick upon trick", [n for n, _ in steps], {"tokens a second": [r for _, r in steps]},
+            Bars("Tokens a second, trick upon trick", [n for n, _ in rates], {"tokens a second": [r for _, r in rates]},
                  low=0),
-            Gantt("Eight of the 48 answers", lanes(found), key={"mute": "waits for its first token"}),
+            Gantt("Eight of the 48 answers", lanes(served), key={"mute": "waits for its first token"}),
         ),
-        sentence=f"**{found.rate:.0f}** tokens a second, **{found.rate / plain.rate:.1f}** times as many as without "
-        f"tricks. One reader sees **{found.stream:.0f}** a second, with pauses up to **{pause * 1e3:.0f} ms**. For "
-        f"**{share:.0%}** of the time reading the weights is what takes longest."
-        + (f" **{found.accepted:.0%}** of the drafts were said." if on[3] else ""),
-        values={"tokens a second": found.rate, "one reader, tokens a second": found.stream,
-                "speed-up": found.rate / plain.rate, "longest pause, ms": pause * 1e3, "drafts said": found.accepted},
-        says=lab.refusal(lambda: Reinforce(name="rl", sampling=sampling_of(at[2]))),
+        sentence=f"**{served.rate:.0f}** tokens a second, **{served.rate / plain.rate:.1f}** times as many as without "
+        f"tricks. One reader sees **{served.stream:.0f}** a second, with pauses up to **{pause * 1e3:.0f} ms**. For "
+        f"**{reading_share:.0%}** of the time reading the weights is what takes longest."
+        + (f" **{served.accepted:.0%}** of the drafts were said." if on[3] else ""),
+        values={"tokens a second": served.rate, "one reader, tokens a second": served.stream,
+                "speed-up": served.rate / plain.rate, "longest pause, ms": pause * 1e3, "drafts said": served.accepted},
+        says=lab.refusal(lambda: Reinforce(name="rl", sampling=sampling_of(setting[2]))),
     )  # fmt: skip
 
 
@@ -187,7 +195,7 @@ def first_token(share: bool) -> float:
 
 
 def gain(temperature: float) -> float:
-    """By how much drafts speed up a single stream."""
+    """By how much drafts speed up a single stream, beside the other three tricks."""
     at = 1, 20, temperature
     return serve(*at, (True, True, True, True)).stream / serve(*at, (True, True, True, False)).stream
 
@@ -218,7 +226,7 @@ LESSON = lab.Lesson(
     compute=compute, pace="release",
     breaks=(
         lab.Break({"temperature": 0.0, "drafts": True},
-                  "The fastest setting: drafts are right, because every sibling says "
+                  "It is fast: more of the drafts are right, because every sibling says "
                   "the same. Then no answer is better than another, and nothing is learned.", "ConfigError"),
     ),
     claims=(
@@ -238,7 +246,7 @@ LESSON = lab.Lesson(
         lab.AskKnobs("Make drafts a loss for the reader of one answer: fewer than 236 tokens a second.",
                      "one reader, tokens a second", None, 236, {"slots": 48, "drafts": True, "pieces": False},
                      why="48 answers with 4 drafts each are 240 positions: more than the 150 that are free."),
-        lab.AskChoice("Why do drafts help a batch of 4 and not one of 48?",
+        lab.AskChoice("Why do drafts help a batch of 4 more than one of 48?",
                       ("More drafts are right", "Positions are free while weights are read", "Memory is larger"), 1,
                       why="Below 150 positions a pass takes 4.2 ms in any case."),
     ),

@@ -22,6 +22,7 @@ from posttrain.plan.work import Work
 from posttrain.web.picture import Bars, Curve, Gantt, Tone
 
 PROMPTS, STEPS, RIGHT, ENDLESS = 4, 8, 0.5, 10**9
+"""RIGHT: chance that an answer that is not cut off is right. ENDLESS: tokens of a limit that nothing reaches."""
 SIZES = (4, 16, 64, 256)
 CLAIMED = {1.0: (2.8, 5.0, 7.8, 11.3), 2.0: (3.7, 8.9, 17.4, 30.6)}
 """Values that the curriculum gives for the longest of 4, 16, 64 and 256, in means."""
@@ -29,6 +30,7 @@ PLAIN: lab.Values = {"extra": False, "cap": False, "ahead": 0}
 
 
 def lengths_of(k: lab.Values) -> Lengths:
+    """The lengths of answers, cut at the limit where the knob `cap` is on."""
     limit = round(float(k["limit"]) * float(k["mean"])) if k["cap"] else ENDLESS
     return Lengths(prompt=128, mean=float(k["mean"]), most=max(1, limit), cv=float(k["cv"]))
 
@@ -52,30 +54,34 @@ def lost(o: LoopOutcome) -> float:
 
 
 def lanes(said: np.ndarray, kept: np.ndarray, cut: np.ndarray) -> dict[str, list[tuple[float, float, str, Tone]]]:
-    """The answers to the first prompt: what each says, and how long its slot then waits for the step to end."""
-    out, last = dict[str, list[tuple[float, float, str, Tone]]](), float(said.max())
+    """At most 8 answers to a step's first prompt: what each says, and how long its slot waits until the step ends.
+    Arguments are [prompt, sibling]: tokens said, which answers are kept, which are cut off."""
+    out, end_of_step = dict[str, list[tuple[float, float, str, Tone]]](), float(said.max())
     for i, end in enumerate(said[0, :8].tolist()):
         tone: Tone = "bad" if not kept[0, i] else "two" if cut[0, i] else "good"
-        out[f"answer {i + 1}"] = [(0.0, end, f"{end:.0f}", tone), (end, last, "", "mute")]
+        out[f"answer {i + 1}"] = [(0.0, end, f"{end:.0f}", tone), (end, end_of_step, "", "mute")]
     return out
 
 
 def compute(k: lab.Values) -> lab.Readout:
-    now, plain, keep = play(k), play({**k, **PLAIN}), int(k["siblings"])
-    made, at, free = np.random.default_rng(int(k["seed"])), lengths_of(k), lengths_of({**k, **PLAIN})
-    natural = np.vectorize(free.quantile)(made.random((STEPS, PROMPTS, keep + extra_of(k))))
-    said = np.minimum(natural, at.most)
-    kept = np.argsort(np.argsort(said, 2, kind="stable"), 2) < keep  # the first of each prompt to end
-    said = np.minimum(said, np.sort(said, 2)[..., keep - 1 : keep])
-    cut = natural > at.most
-    right = (made.random(natural.shape) < RIGHT) & ~cut
-    of_kept = lambda values: [float(x[y].mean()) for x, y in zip(values, kept, strict=True)]  # noqa: E731
-    cut_share, shorter = float(np.mean(of_kept(cut))), float(natural[kept].mean() / natural.mean())
-    used = float(said.sum() / natural[..., :keep].sum())
-    series: dict[str, list[float | None]] = {f"simulated, CV {free.cv:g}": [longest(n, free.cv) for n in SIZES]}
+    now, plain, wanted = play(k), play({**k, **PLAIN}), int(k["siblings"])
+    rng, limited, free = np.random.default_rng(int(k["seed"])), lengths_of(k), lengths_of({**k, **PLAIN})
+    # Arrays are [step, prompt, sibling]. The lengths that answers would have if nothing ended them.
+    natural = np.vectorize(free.quantile)(rng.random((STEPS, PROMPTS, wanted + extra_of(k))))
+    said = np.minimum(natural, limited.most)
+    kept = np.argsort(np.argsort(said, 2, kind="stable"), 2) < wanted  # the first of each prompt to end
+    # The others are given up when the last of these ends.
+    said = np.minimum(said, np.sort(said, 2)[..., wanted - 1 : wanted])
+    cut = natural > limited.most
+    right = (rng.random(natural.shape) < RIGHT) & ~cut
+    # The share of True among the answers that are kept, by step.
+    kept_by_step = lambda values: [float(x[y].mean()) for x, y in zip(values, kept, strict=True)]  # noqa: E731
+    cut_share, shorter = float(np.mean(kept_by_step(cut))), float(natural[kept].mean() / natural.mean())
+    tokens_share = float(said.sum() / natural[..., :wanted].sum())
+    series: dict[str, list[float | None]] = {f"lognormal, CV {free.cv:g}": [longest(n, free.cv) for n in SIZES]}
     series |= {f"claimed, CV {c:g}": list(values) for c, values in CLAIMED.items()}
-    stage = Reinforce(name="rl", sampling=Sampling(max_tokens=min(at.most, 10**6)))
-    seen = lab.recorded({"rollout/truncated": of_kept(cut), "rollout/solved": of_kept(right)})
+    stage = Reinforce(name="rl", sampling=Sampling(max_tokens=min(limited.most, 10**6)))
+    history = lab.recorded({"rollout/truncated": kept_by_step(cut), "rollout/solved": kept_by_step(right)})
     shares = [(o.slots_used * (1 - o.lost), o.slots_used * o.lost, 1 - o.slots_used) for o in (plain, now)]
     return lab.Readout(
         pictures=(
@@ -84,19 +90,20 @@ def compute(k: lab.Values) -> lab.Readout:
             Bars("Time of the slots, share", ["learned from", "said for nothing", "waits"],
                  {"without tricks": list(shares[0]), "now": list(shares[1])}, low=0, high=1),
             Curve("Longest of K answers, in mean lengths", list(SIZES), series, x_label="K", low=0, log=True,
-                  at=float(keep)),
+                  at=float(wanted)),
         ),
         sentence=f"A step takes **{now.step:.3g} s** ({plain.step:.3g} s without tricks), and **{lost(now):.0%}** of "
-        f"the slots' time gives nothing that is learned from. It says **{used:.0%}** as many tokens. The answers that "
-        f"are kept have **{shorter:.0%}** of the mean length before any limit, **{cut_share:.0%}** of them are cut "
-        f"off, and tokens are **{now.behind:.1f}** steps old.",
+        f"the slots' time gives nothing that is learned from. It says **{tokens_share:.0%}** as many tokens. The "
+        f"answers that are kept have **{shorter:.0%}** of the mean length before any limit, **{cut_share:.0%}** of "
+        f"them are cut off, and tokens are **{now.behind:.1f}** steps old.",
         values={"time of a step, s": now.step, "time without tricks, s": plain.step, "share lost": lost(now),
                 "length of kept answers": shorter, "cut off": cut_share, "steps behind": now.behind},
-        says=lab.by_rules(seen, stage, "cut_off_before_the_answer"),
+        says=lab.by_rules(history, stage, "cut_off_before_the_answer"),
     )  # fmt: skip
 
 
 def longest(count: int, cv: float) -> float:
+    """Expected length of the longest of so many answers, in means."""
     return Lengths(prompt=1, mean=1, most=ENDLESS, cv=cv).longest(count)
 
 
@@ -137,13 +144,13 @@ LESSON = lab.Lesson(
         lab.Break({"cap": True, "limit": 0.2}, "The step is short, because nearly every answer is cut off before its "
               "result.", "cut_off_before_the_answer", "a low limit"),
         lab.Break({"extra": True, "cv": 2.0}, "The answers that are kept are much shorter than the policy's: long "
-                  "reasoning is never learned from.", None, "extra siblings"),
+                  "reasoning is seldom learned from.", None, "extra siblings"),
     ),
     claims=(
         *(
             lab.Claim(f"Longest of {n} answers at CV {cv:g}, in means", "curriculum 22b", claimed,
                       partial(longest, n, cv), within=0.05,
-                      why="Simulated with lognormal lengths; another distribution gives other numbers.")
+                      why="Ours is of lognormal lengths; another distribution gives other numbers.")
             for cv, row in CLAIMED.items() for n, claimed in zip(SIZES, row, strict=True)
         ),
         lab.Claim("Share lost without tricks", "curriculum 22b", 0.30, lost_with(), within=0.1,

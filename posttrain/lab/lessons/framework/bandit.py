@@ -30,38 +30,40 @@ def exact_gradient(policy: TabularPolicy) -> torch.Tensor:
 
 def compute(k: lab.Values) -> lab.Readout:
     policy = TabularPolicy(torch.zeros(1, 1, 5))
-    made = torch.Generator().manual_seed(int(k["seed"]))
+    rng = torch.Generator().manual_seed(int(k["seed"]))
+    # Nothing is compared, so each sample is a group of its own (1 sibling).
     trainer = ToyTrainer(REINFORCE, policy, torch.optim.SGD(policy.parameters(), lr=k["eta"]), 1, int(k["seed"]))
-    paid, expected, far = list[float](), list[float](), list[float]()
-    first = dict[str, list[float]]()
+    paid, expected, kl_by_step = list[float](), list[float](), list[float]()
+    first_gradient = dict[str, list[float]]()
     for _ in range(STEPS):
-        answers = ask(policy, siblings(torch.zeros(1, dtype=torch.int64), int(k["samples"])), made)
+        answers = ask(policy, siblings(torch.zeros(1, dtype=torch.int64), int(k["samples"])), rng)
         rewards = REWARDS[answers.tokens_ET[:, 0]].numpy()
-        before, pi, exact = policy.table.detach().clone(), probabilities(policy), exact_gradient(policy)
+        logits, pi, exact = policy.table.detach().clone(), probabilities(policy), exact_gradient(policy)
         trainer.step(answers, credit_by_pattern(REINFORCE, rewards[:, None])[:, 0])
-        first = first or {"exact": exact.tolist(),
-                          "estimate": ((policy.table.detach() - before)[0, 0] / k["eta"]).tolist()}  # fmt: skip
+        # Plain SGD: the step over its size is the gradient that it followed. Only that of the first step is shown.
+        first_gradient = first_gradient or {"exact": exact.tolist(), "estimate": (
+            (policy.table.detach() - logits)[0, 0] / k["eta"]).tolist()}  # fmt: skip
         paid.append(float(rewards.mean()))
         expected.append(float(probabilities(policy) @ REWARDS))
-        far.append(float(pi @ (pi.log() - probabilities(policy).log())))
-    pi = probabilities(policy)
+        kl_by_step.append(float(pi @ (pi.log() - probabilities(policy).log())))
+    pi = probabilities(policy)  # after training
     best = int(pi.argmax())
-    ema = np.zeros(STEPS)
+    moving_mean = np.zeros(STEPS)
     for i, r in enumerate(paid):
-        ema[i] = r if i == 0 else 0.9 * ema[i - 1] + 0.1 * r
+        moving_mean[i] = r if i == 0 else 0.9 * moving_mean[i - 1] + 0.1 * r
     stage = Reinforce(name="rl", algorithm=REINFORCE, optimizer=Optimizer(lr=float(k["eta"])))
     entropy = float(-(pi * torch.log(pi.clamp_min(1e-12))).sum())
-    steps = lab.recorded({"rollout/reward": paid, "policy/kl_step": far, "optim/lr": [float(k["eta"])] * STEPS})
+    steps = lab.recorded({"rollout/reward": paid, "policy/kl_step": kl_by_step, "optim/lr": [float(k["eta"])] * STEPS})
     return lab.Readout(
         pictures=(
             Bars("Policy after training", ACTIONS, {"probability": pi.tolist(), "reward": REWARDS.tolist()},
                  low=0, high=1),
             Curve("Expected reward by step", list(range(1, STEPS + 1)),
-                  {"expected": expected, "sampled, moving mean": ema.tolist()}, low=0, high=1),
-            Bars("Gradient of the first step", ACTIONS, first),
+                  {"expected": expected, "sampled, moving mean": moving_mean.tolist()}, low=0, high=1),
+            Bars("Gradient of the first step", ACTIONS, first_gradient),
         ),
-        sentence=f"After {STEPS} steps the policy prefers **{ACTIONS[best]}** with probability "
-        f"**{float(pi[best]):.2f}**, which pays **{float(REWARDS[best]):.1f}**; the best pays 0.9.",
+        sentence=f"After {STEPS} steps the policy prefers **{ACTIONS[best]}** (probability "
+        f"**{float(pi[best]):.2f}**), which pays **{float(REWARDS[best]):.1f}**; the best pays 0.9.",
         values={"expected reward": expected[-1], "probability of the best": float(pi[2]), "entropy": entropy},
         says=lab.by_rules(steps, stage),
     )  # fmt: skip

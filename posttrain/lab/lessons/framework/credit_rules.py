@@ -19,34 +19,37 @@ NAMES = ("first", "second", "third")
 
 
 def credit(a: Algorithm, *rewards: float) -> list[float]:
-    """Credit of each sibling."""
-    made = credit_step(a, rewarded(rewards), max_tokens=20, ema=0.0)
-    return [float(e.advantage[0][0]) for e in made.groups[0].episodes]
+    """Credit of each sibling: that of its one token."""
+    step_credit = credit_step(a, rewarded(rewards), max_tokens=20, ema=0.0)
+    return [float(e.advantage[0][0]) for e in step_credit.groups[0].episodes]
 
 
 def compute(k: lab.Values) -> lab.Readout:
     rewards = [float(k[n]) for n in NAMES]
-    found = {name: credit(a, *rewards) for name, a in ALGORITHMS.items()}
-    silent = not any(found["GRPO"])
+    credits = {name: credit(a, *rewards) for name, a in ALGORITHMS.items()}
+    silent = not any(credits["GRPO"])
     mean = float(np.mean(rewards))
     gauges = {
         "rollout/reward": mean, "rollout/mixed": float(not silent), "rollout/solved": float(np.mean(rewards) == 1),
         "credit/silent": float(silent), "rollout/truncated": 0.0, "policy/kl_step": 0.0,
     }  # fmt: skip
+    # Equal steps, more of them than the rules of rewards look back.
     steps = lab.recorded({name: [x] * 8 for name, x in gauges.items()})
-    pushed = " and ".join(n for n, x in zip(NAMES, found["GRPO"], strict=True) if x > 0)
+    pushed_up = " and ".join(n for n, x in zip(NAMES, credits["GRPO"], strict=True) if x > 0)
     return lab.Readout(
         pictures=(
             Bars("Reward", NAMES, {"reward": rewards}, low=0, high=1, marks={"mean": mean}),
+            # Without Dr.GRPO: it has no scale, so its bars would be those of "centred".
             Bars("Credit of each answer, by algorithm", NAMES,
-                 {n: found[n] for n in ("REINFORCE", "centred", "RLOO", "GRPO")}),
-            Bars("Sum of the credit", tuple(found), {"sum over the three": [sum(x) for x in found.values()]}),
+                 {n: credits[n] for n in ("REINFORCE", "centred", "RLOO", "GRPO")}),
+            Bars("Sum of the credit", tuple(credits), {"sum over the three": [sum(x) for x in credits.values()]}),
         ),
-        sentence="All three are equal: whoever compares siblings says **nothing**, REINFORCE pushes all alike."
+        sentence="All three are equal: whoever compares siblings says **nothing**. "
+        f"REINFORCE's credit of each is **{mean:.2f}**."
         if silent
-        else f"The mean is **{mean:.2f}**. Whoever compares siblings pushes **{pushed}** up and the others down; "
-        "REINFORCE pushes up everything that was paid.",
-        values={"mean": mean, "GRPO, first": found["GRPO"][0], "RLOO, first": found["RLOO"][0]},
+        else f"The mean is **{mean:.2f}**. Whoever compares siblings pushes up what lies above it "
+        f"(**{pushed_up}**) and down what lies below; REINFORCE pushes up everything that was paid.",
+        values={"mean": mean, "GRPO, first": credits["GRPO"][0], "RLOO, first": credits["RLOO"][0]},
         says=lab.by_rules(steps, Reinforce(name="rl", algorithm=GRPO, siblings=3)),
     )  # fmt: skip
 

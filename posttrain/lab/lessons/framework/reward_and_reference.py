@@ -26,76 +26,76 @@ SAYINGS = ("11#", "let me think... 12#", "12#", "120#", "1 2 3 ... 12#")
 """Answers of a tiny policy. The last one lists numbers until the right one is among them."""
 START = torch.tensor([0.35, 0.18, 0.25, 0.2, 0.02], dtype=torch.float64).log()
 PAID = np.array([0.0, 0.8, 0.8, 0.0, 1.0])
-"""A verifier with a hole: it pays the list most, because the number occurs in it."""
+"""Rewards of a verifier with a hole: it pays the list most, because the number occurs in it. A right answer gets less
+than 1, so that the list gets most."""
 WORTH = np.array([0.0, 1.0, 1.0, 0.0, 0.0])
 """True worth of the answers."""
 STEPS, SIBLINGS = 80, 16
 
 
 def verdict(answer: str) -> tuple[str, float]:
-    """(what the verifier reads, its reward): the last integer of a text against 12."""
+    """(what the verifier reads, its reward): the last integer before the sign #, against 12."""
     read = last_integer(answer.partition("#")[0])
     return read or "nothing", float(read == GOLD)
 
 
 def algorithm(beta: float) -> Algorithm:
+    """GRPO with a KL of this weight; without one at 0, where a KL of weight 0 would be refused."""
     return replace(GRPO, pull=KL(coef=beta, estimator="k3", placement="loss") if beta else None)
 
 
 def train(k: lab.Values) -> tuple[list[np.ndarray], list[float], list[float], list[float]]:
-    """(shares of the answers, what was paid for 16 of them, what these were worth, KL to the reference) by step."""
+    """By step: (the policy's shares of the five answers after it, mean reward of the 16 that were sampled, their mean
+    true worth, exact KL to the reference after it, in nats)."""
     a, policy, reference = (
-        algorithm(float(k["beta"])),
-        TabularPolicy(START[None, None]),
-        TabularPolicy(START[None, None]),
-    )
-    made = torch.Generator().manual_seed(int(k["seed"]))
+        algorithm(float(k["beta"])), TabularPolicy(START[None, None]), TabularPolicy(START[None, None]),
+    )  # fmt: skip
+    rng = torch.Generator().manual_seed(int(k["seed"]))
     trainer = ToyTrainer(a, policy, torch.optim.SGD(policy.parameters(), lr=1.0), SIBLINGS, int(k["seed"]))
-    shares, paid, worth, far = list[np.ndarray](), list[float](), list[float](), list[float]()
+    shares, paid, worth, kl_by_step = list[np.ndarray](), list[float](), list[float](), list[float]()
     with planted("kl_reversed" if k["reversed"] else None):
         for _ in range(STEPS):
-            answers = ask(policy, siblings(torch.zeros(1, dtype=torch.int64), SIBLINGS), made)
+            answers = ask(policy, siblings(torch.zeros(1, dtype=torch.int64), SIBLINGS), rng)
             rewards = PAID[answers.tokens_ET[:, 0].numpy()]
+            # Credit reads no KL that stands in the loss.
             credit = credit_by_pattern(replace(a, pull=None), rewards[None]).reshape(-1, 1)
             trainer.step(answers, credit, logp_of(reference, answers))
             paid.append(float(rewards.mean()))
             worth.append(float(WORTH[answers.tokens_ET[:, 0].numpy()].mean()))
-            now = torch.log_softmax(policy.table.detach()[0, 0], -1)
-            shares.append(now.exp().numpy())
-            far.append(float((now.exp() * (now - torch.log_softmax(START, -1))).sum()))
-    return shares, paid, worth, far
+            log_shares = torch.log_softmax(policy.table.detach()[0, 0], -1)
+            shares.append(log_shares.exp().numpy())
+            kl_by_step.append(float((log_shares.exp() * (log_shares - torch.log_softmax(START, -1))).sum()))
+    return shares, paid, worth, kl_by_step
 
 
 def compute(k: lab.Values) -> lab.Readout:
     read, reward = verdict(str(k["answer"]))
-    shares, paid, worth, far = train(k)
-    now, reward_by_step, worth_by_step = (
-        shares[-1].tolist(),
-        [float(x @ PAID) for x in shares],
-        [float(x @ WORTH) for x in shares],
-    )
+    shares, paid, worth, kl_by_step = train(k)
+    final, reward_by_step, worth_by_step = (
+        shares[-1].tolist(), [float(x @ PAID) for x in shares], [float(x @ WORTH) for x in shares],
+    )  # fmt: skip
     stage = Reinforce(name="rl", algorithm=algorithm(float(k["beta"])))
     said = lab.by_rules(lab.recorded({"rollout/reward": paid, "rollout/truth": worth}), stage, "reward_without_truth")
     if k["reversed"]:
         with planted("kl_reversed"):
             said += lab.refusal(lambda: agrees_on_synthetic_batch(GRPO), "agrees_on_synthetic_batch")
-    gaps = np.linspace(-2, 2, 41)
-    curves = {e: estimate(e, torch.tensor(gaps)).tolist() for e in ("k1", "k2", "k3")}
-    hacked = now[4] > 0.5
+    log_ratios = np.linspace(-2, 2, 41)
+    curves = {e: estimate(e, torch.tensor(log_ratios)).tolist() for e in ("k1", "k2", "k3")}
+    hacked = final[4] > 0.5
     return lab.Readout(
         pictures=(
             Bars("What the policy answers", SAYINGS,
-                 {"at the start": torch.softmax(START, -1).tolist(), "after training": now}, low=0, high=1),
+                 {"at the start": torch.softmax(START, -1).tolist(), "after training": final}, low=0, high=1),
             Curve("Mean reward, and true worth", list(range(1, STEPS + 1)),
                   {"reward": reward_by_step, "true worth": worth_by_step}, low=0, high=1),
-            Curve("Distance to the reference", list(range(1, STEPS + 1)), {"KL, nats": far}, low=0),
-            Curve("Three estimates of the KL from one token", gaps.tolist(), curves, x_label="log pi - log ref"),
+            Curve("Distance to the reference", list(range(1, STEPS + 1)), {"KL, nats": kl_by_step}, low=0),
+            Curve("Three estimates of the KL from one token", log_ratios.tolist(), curves, x_label="log pi - log ref"),
         ),
         sentence=f"The verifier reads **{read}** in your answer: reward **{reward:.0f}**. After training the policy's "
         f"mean reward is **{reward_by_step[-1]:.2f}** and its answers are truly worth **{worth_by_step[-1]:.2f}**"
         + (": it has learned the list." if hacked else "."),
         values={"your reward": reward, "mean reward": reward_by_step[-1], "true worth": worth_by_step[-1],
-                "KL": far[-1], "share of the list": now[4]},
+                "KL": kl_by_step[-1], "share of the list": final[4]},
         says=said,
     )  # fmt: skip
 

@@ -18,10 +18,10 @@ STEPS, UPDATES = 6, 4
 PROMPT = torch.zeros(1, dtype=torch.int64)
 
 
-def sample(k: lab.Values, made: torch.Generator, skill: float) -> Answers:
+def sample(k: lab.Values, rng: torch.Generator, skill: float) -> Answers:
     """K answers to <3+4+5>, drawn at this temperature."""
     policy = sum_policy(12, skill)
-    return ask(policy, siblings(PROMPT, int(k["K"])), made, lambda logits: logits / float(k["temperature"]))
+    return ask(policy, siblings(PROMPT, int(k["K"])), rng, lambda logits: logits / float(k["temperature"]))
 
 
 def reward(answers: Answers) -> np.ndarray:
@@ -30,63 +30,66 @@ def reward(answers: Answers) -> np.ndarray:
 
 
 def drift(recompute: bool, seed: int) -> tuple[list[float], tuple[lab.Speech, ...]]:
-    """(distance from the old log-probs at each update of the last step, what a run says) of a training of six steps
-    with four updates each. With `recompute` the old log-probs are those of the policy of now."""
-    policy, made = sum_policy(12, 0.4), torch.Generator().manual_seed(seed)
+    """(KL to the old log-probs before each update of the last step that had credit, in nats a token; what a run says)
+    of six steps with four updates. With `recompute` the old log-probs are those of the policy of now."""
+    policy, rng = sum_policy(12, 0.4), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
-    moved, last, sizes = list[float](), list[float](), list[float]()
+    kl_by_step, shown, credit_sizes = list[float](), list[float](), list[float]()
     for _ in range(STEPS):
-        answers = ask(policy, siblings(PROMPT, 8), made)
+        answers = ask(policy, siblings(PROMPT, 8), rng)
         credit = credit_by_pattern(GRPO, reward(answers)[None]).ravel()
-        start, far = logp_of(policy, answers), list[float]()
+        start, kl_by_update = logp_of(policy, answers), list[float]()
         for _ in range(UPDATES):
             old = logp_of(policy, answers) if recompute else start
+            # The policy at the start of the step stands for the reference of GRPO's KL too.
             loss, gauges = loss_of(GRPO, batch_of(GRPO, answers, credit, 8, old, start), policy, answers)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            far.append(gauges["policy/kl_start"].mean)
-        moved.append(float(np.mean(far)))
-        last = far if credit.any() else last
-        sizes.append(float(np.abs(credit).mean()))
-    steps = {"policy/kl_start": moved, "optim/steps": [float(UPDATES)] * STEPS, "credit/advantage_abs": sizes}
+            kl_by_update.append(gauges["policy/kl_start"].mean)
+        kl_by_step.append(float(np.mean(kl_by_update)))
+        shown = kl_by_update if credit.any() else shown  # a silent group moves nothing
+        credit_sizes.append(float(np.abs(credit).mean()))
+    steps = {"policy/kl_start": kl_by_step, "optim/steps": [float(UPDATES)] * STEPS,
+             "credit/advantage_abs": credit_sizes}  # fmt: skip
     stage = Reinforce(name="rl", algorithm=GRPO, epochs=UPDATES)
-    return last, lab.by_rules(lab.recorded(steps), stage, "old_policy_is_the_new_one")
+    return shown, lab.by_rules(lab.recorded(steps), stage, "old_policy_is_the_new_one")
 
 
 def said_of(groups: list[np.ndarray]) -> tuple[lab.Speech, ...]:
     """Returns the messages of a run on the rewards of eight steps with 25 of these groups each."""
-    reward = np.array([g.mean() for g in groups]).reshape(8, -1).mean(1)
-    mixed = np.array([g.max() > g.min() for g in groups]).reshape(8, -1).mean(1)
-    steps = {"rollout/reward": reward, "rollout/solved": reward, "rollout/mixed": mixed, "credit/silent": 1 - mixed}
+    reward_by_step = np.array([g.mean() for g in groups]).reshape(8, -1).mean(1)
+    mixed_by_step = np.array([g.max() > g.min() for g in groups]).reshape(8, -1).mean(1)
+    steps = {"rollout/reward": reward_by_step, "rollout/solved": reward_by_step,  # equal, as rewards are 0 or 1
+             "rollout/mixed": mixed_by_step, "credit/silent": 1 - mixed_by_step}  # fmt: skip
     stage = Reinforce(name="rl", algorithm=GRPO, siblings=len(groups[0]))
     history = lab.recorded({name: x.tolist() for name, x in steps.items()} | {"rollout/truncated": [0.0] * 8})
     return lab.by_rules(history, stage, "reward_is_constant", "too_easy", "too_hard")
 
 
 def compute(k: lab.Values) -> lab.Readout:
-    made = torch.Generator().manual_seed(int(k["seed"]))
-    answers = sample(k, made, float(k["skill"]))
+    rng = torch.Generator().manual_seed(int(k["seed"]))
+    answers = sample(k, rng, float(k["skill"]))
     rewards = reward(answers)
     rows = {
         f"sibling {i + 1}, reward {r:.0f}": [
             TextTile(text(t[None]), "good" if r else "bad", round(float(p), 3), note="log-prob when it was said")
             for t, p in zip(answers.tokens_ET[i], answers.mu_ET[i], strict=True)
         ]
-        for i, r in enumerate(rewards[:8])
+        for i, r in enumerate(rewards[:8])  # of up to 16
     }
-    groups = [reward(sample(k, made, float(k["skill"]))) for _ in range(200)]
+    groups = [reward(sample(k, rng, float(k["skill"]))) for _ in range(200)]
     silent = float(np.mean([g.max() == g.min() for g in groups]))
-    far, said = drift(bool(k["recompute"]), int(k["seed"]))
+    kl_by_update, said = drift(bool(k["recompute"]), int(k["seed"]))
     return lab.Readout(
         pictures=(
             Tiles("Answers to <3+4+5>; below each token its log-prob", rows, {"good": "right", "bad": "wrong"}),
             Curve("How far the loss sees the policy move from the one that sampled", list(range(1, UPDATES + 1)),
-                  {"KL, nats": far}, x_label="update on the same rollouts", low=0),
+                  {"KL, nats": kl_by_update}, x_label="update on the same rollouts", low=0),
         ),
         sentence=f"**{rewards.mean():.0%}** of these siblings are right (std **{rewards.std():.2f}**). Of 200 such "
         f"groups **{silent:.0%}** are silent: one reward for all.",
-        values={"mean": float(rewards.mean()), "silent groups": silent, "moved at the last update": far[-1]},
+        values={"mean": float(rewards.mean()), "silent groups": silent, "moved at the last update": kl_by_update[-1]},
         says=(*said, *said_of(groups)),
     )  # fmt: skip
 

@@ -21,80 +21,85 @@ PHASES = ("ask and answer", "judge", "score", "credit", "pack", "learn", "publis
 FIELDS = ("tokens", "log-prob at sampling", "version", "reward", "log-prob of the reference", "advantage", "weight",
           "gradient", "new weights at the sampler")  # fmt: skip
 FILLED = {0: (0, 1, 2), 1: (3,), 2: (4,), 3: (5,), 4: (6,), 5: (7,), 6: (8,)}
-"""Which fields each phase fills."""
+"""For each phase (index in PHASES) the fields that it fills (indices in FIELDS)."""
 G = 4
 
 
 @dataclass
 class StepState:
-    """The values that one step has made so far."""
+    """The values that one step has made so far; what no phase has made yet has its default."""
 
     answers: Answers
     policy: TabularPolicy
     rewards: np.ndarray = field(default_factory=lambda: np.zeros(0))
     reference: torch.Tensor | None = None
     credit: np.ndarray | None = None
-    before: float = 0.0
+    before: float = 0.0  # log-prob of the first answer before the update, and after it; both 0 where there was none
     after: float = 0.0
 
 
 def play(phase: int, seed: int, scored: bool) -> StepState:
-    """A step up to and with this phase; the reference is not asked where `scored` is off."""
-    made, policy, reference = torch.Generator().manual_seed(seed), sum_policy(12, 0.7), sum_policy(12, 0.6)
-    state = StepState(ask(policy, siblings(torch.zeros(1, dtype=torch.int64), G), made), policy)
-    said = state.answers
+    """A step up to and with this phase, counted from 0. Without `scored` the reference is not asked, and `learn` raises
+    InvariantError: GRPO's KL term reads its log-probs."""
+    rng, policy, reference = torch.Generator().manual_seed(seed), sum_policy(12, 0.7), sum_policy(12, 0.6)
+    state = StepState(ask(policy, siblings(torch.zeros(1, dtype=torch.int64), G), rng), policy)
+    answers = state.answers
     if phase >= 1:
-        state.rewards = np.array([float(last_integer(text(t).partition("#")[0]) == "12") for t in said.tokens_ET])
+        state.rewards = np.array([float(last_integer(text(t).partition("#")[0]) == "12") for t in answers.tokens_ET])
     if phase >= 2 and scored:
-        state.reference = logp_of(reference, said)
+        state.reference = logp_of(reference, answers)
     if phase >= 3:
-        start = logp_of(policy, said)
-        groups = groups_of(said, state.rewards[None], start, state.reference)
-        made_credit = credit_step(GRPO, groups, max_tokens=3, ema=0.0)
-        state.credit = np.stack([e.advantage[0] for e in made_credit.groups[0].episodes])
+        start = logp_of(policy, answers)
+        groups = groups_of(answers, state.rewards[None], start, state.reference)
+        step_credit = credit_step(GRPO, groups, max_tokens=3, ema=0.0)
+        state.credit = np.stack([e.advantage[0] for e in step_credit.groups[0].episodes])
         if phase >= 4:
-            batch = batch_of(GRPO, said, state.credit, G, start, state.reference)
+            batch = batch_of(GRPO, answers, state.credit, G, start, state.reference)
             if phase >= 5:
-                state.before = float(logp_of(policy, said).sum(1)[0])
-                loss, _ = loss_of(GRPO, batch, policy, said)
+                state.before = float(logp_of(policy, answers).sum(1)[0])
+                loss, _ = loss_of(GRPO, batch, policy, answers)
                 loss.backward()
                 assert policy.table.grad is not None
+                # One plain step of size 2. The policy samples itself, so there is nothing more to publish.
                 with torch.no_grad():
                     policy.table.sub_(2.0 * policy.table.grad)
-                state.after = float(logp_of(policy, said).sum(1)[0])
+                state.after = float(logp_of(policy, answers).sum(1)[0])
     return state
 
 
 def compute(k: lab.Values) -> lab.Readout:
     phase = int(k["phase"]) - 1
-    state: list[StepState] = []
-    said = lab.refusal(lambda: state.append(play(phase, int(k["seed"]), bool(k["scored"]))), "the reference is missing")
-    reached = state[0] if state else play(2, int(k["seed"]), bool(k["scored"]))
-    there = [[1.0 if any(f in FILLED[p] for p in range(column + 1)) else 0.0 for column in range(7)]
+    played: list[StepState] = []  # `refusal` returns no value of the call, so the state comes out through this list
+    refused = lab.refusal(lambda: played.append(play(phase, int(k["seed"]), bool(k["scored"]))),
+                          "the reference is missing")  # fmt: skip
+    # A step that cannot be done is shown up to the scoring, index 2, that was left out.
+    state = played[0] if played else play(2, int(k["seed"]), bool(k["scored"]))
+    filled = [[1.0 if any(f in FILLED[p] for p in range(column + 1)) else 0.0 for column in range(7)]
              for f in range(len(FIELDS))]  # fmt: skip
-    words = [["filled" if x else "" for x in row] for row in there]
+    words = [["filled" if x else "" for x in row] for row in filled]
     rows = {
         f"answer {i + 1}": [
             TextTile(text(t[None]), "plain", round(float(x), 3), note="log-prob at sampling")
-            for t, x in zip(reached.answers.tokens_ET[i], reached.answers.mu_ET[i], strict=True)
+            for t, x in zip(state.answers.tokens_ET[i], state.answers.mu_ET[i], strict=True)
         ]
         for i in range(G)
     }
-    pictures = [Matrix("What exists after which phase", PHASES, FIELDS, there, words, low=0, high=1,
+    pictures = [Matrix("What exists after which phase of a whole step", PHASES, FIELDS, filled, words, low=0, high=1,
                        chosen=(FILLED[phase][0], phase)), Tiles("The answers", rows)]  # fmt: skip
     names = [f"answer {i + 1}" for i in range(G)]
     if phase >= 1:
-        pictures.append(Bars("Reward", names, {"reward": reached.rewards.tolist()}, low=0, high=1))
-    if reached.credit is not None:
-        pictures.append(Bars("Advantage of a token", names, {"advantage": reached.credit[:, 0].tolist()}))
-    moved = reached.after - reached.before
+        pictures.append(Bars("Reward", names, {"reward": state.rewards.tolist()}, low=0, high=1))
+    if state.credit is not None:
+        pictures.append(Bars("Advantage of a token", names, {"advantage": state.credit[:, 0].tolist()}))
+    moved = state.after - state.before
     return lab.Readout(
         pictures=pictures,
         sentence=f"Phase **{phase + 1}, {PHASES[phase]}**: " + (
-            f"it fills {', '.join(FIELDS[f] for f in FILLED[phase])}." if not said else "it cannot be done.")
+            "it cannot be done." if refused else "it is left out." if phase == 2 and not k["scored"]
+            else f"it fills {', '.join(FIELDS[f] for f in FILLED[phase])}.")
         + (f" The first answer's log-prob moves by **{moved:+.3f}** nats." if moved else ""),
-        values={"phase": float(phase + 1), "right answers": float(reached.rewards.sum()), "distance": abs(moved)},
-        says=said,
+        values={"phase": float(phase + 1), "right answers": float(state.rewards.sum()), "distance": abs(moved)},
+        says=refused,
     )  # fmt: skip
 
 
@@ -107,8 +112,8 @@ LESSON = lab.Lesson(
         this order and sees no logit, no weight and no task. Each phase makes numbers that later ones read: no credit
         without rewards, no KL term without the reference's log-probs, no new samples without published weights.
 
-        A stage stops after its steps, at a target of held-out reward, or when its time is up. Groups without spread are
-        left out of learning and counted.
+        A stage stops after its steps, at a target of held-out reward, or when its time is up. Groups without spread get
+        no credit, and are counted.
     """,
     formula="ask -> answer -> judge -> score -> credit -> pack -> learn -> publish -> write down",
     knobs=(

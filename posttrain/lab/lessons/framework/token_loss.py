@@ -22,15 +22,16 @@ from posttrain.web.picture import Bars, TextTile, Tiles
 
 ANSWERS = (("3+4=7", "7+5=12", "#"), ("3+4=8", "8+5=13", "#"))
 CREDIT = np.array([0.7071, -0.7071])
+"""GRPO's credit of rewards 1 and 0: .5 / std .7071, and its negative."""
 
 
 def drawn(seed: int, far: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(log-probs at sampling, those of now, those of the reference), each [2, 3]: what a policy has after some
-    updates that moved it by about `far` nats a token."""
-    made = np.random.default_rng(seed)
-    old = -made.gamma(1.2, 0.5, (2, 3)) - 0.02
-    now = np.minimum(old + far * made.standard_normal((2, 3)), -0.001)
-    reference = np.minimum(old + 0.4 * made.standard_normal((2, 3)), -0.001)
+    """(log-probs at sampling, those of now, those of the reference), each [2, 3]: made up, as after some updates that
+    moved the policy by about `far` nats a token. The reference lies .4 nats away. All are below 0."""
+    rng = np.random.default_rng(seed)
+    old = -rng.gamma(1.2, 0.5, (2, 3)) - 0.02
+    now = np.minimum(old + far * rng.standard_normal((2, 3)), -0.001)
+    reference = np.minimum(old + 0.4 * rng.standard_normal((2, 3)), -0.001)
     return torch.tensor(old), torch.tensor(now), torch.tensor(reference)
 
 
@@ -42,11 +43,14 @@ def algorithm(k: lab.Values) -> Algorithm:
 
 
 def token_gradients(k: lab.Values) -> tuple[np.ndarray, float, float, np.ndarray]:
-    """(gradient of the loss by each log-prob [2, 3], share of tokens without one, KL to the start, ratios)."""
+    """(push on each log-prob [2, 3]: minus the gradient of the loss, share of tokens whose gradient is 0, KL between
+    the policy that sampled and the one of now in nats a token, ratio of each token [2, 3])."""
     a = algorithm(k)
     old, now, reference = drawn(int(k["seed"]), float(k["far"]))
+    # The loss reads log-probs alone: prompts and tokens stay 0.
     answers = Answers(torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64), old)
     credit = CREDIT if k["advantage"] else np.ones(2)
+    # Two answers of 3 tokens, both to prompt 0. GRPO's mean over each answer does not read the limit, here 8.
     batch = batch_of_answers(answers, credit, weigh(a.aggregate, [3, 3], [0, 0], 8), old, reference)
     logp = now.reshape(-1).clone().requires_grad_()
     terms = objective(a, streams(batch, dtype=torch.float64), TokenScores(logp, None, None))
@@ -60,17 +64,17 @@ def token_gradients(k: lab.Values) -> tuple[np.ndarray, float, float, np.ndarray
 
 
 def compute(k: lab.Values) -> lab.Readout:
-    push, silent, far, ratio = token_gradients(k)
-    top = float(np.abs(push).max()) or 1.0
+    push, silent, moved, ratio = token_gradients(k)
+    largest = float(np.abs(push).max()) or 1.0  # 1: no token is pushed, and nothing is divided by 0
     rows = {
         f"{'right' if i == 0 else 'wrong'} answer, A = {CREDIT[i] if k['advantage'] else 1:+.2f}": [
-            TextTile(words, "plain" if x else "mute", float(x), float(x / top), f"ratio {r:.2f}")
+            TextTile(words, "plain" if x else "mute", float(x), float(x / largest), f"ratio {r:.2f}")
             for words, x, r in zip(ANSWERS[i], push[i], ratio[i], strict=True)
         ]
         for i in (0, 1)
     }
     names = [f"{a}{t + 1}" for a in ("right ", "wrong ") for t in range(3)]
-    runs = [token_gradients({**k, "seed": s})[2] for s in range(6)]
+    moved_by_step = [token_gradients({**k, "seed": s})[2] for s in range(6)]  # six draws stand for six steps of a run
     stage = Reinforce(name="rl", algorithm=GRPO)
     return lab.Readout(
         pictures=(
@@ -78,10 +82,10 @@ def compute(k: lab.Values) -> lab.Readout:
             Bars("Ratio now / then of each token", names, {"ratio": ratio.ravel().tolist()}, low=0,
                  marks={"1 + eps": 1 + float(k["eps"]), "1 - eps": 1 - float(k["eps"])} if k["old"] else None),
         ),
-        sentence=f"**{silent:.0%}** of the tokens have no gradient. The policy has moved **{far:.3f}** nats a token "
+        sentence=f"**{silent:.0%}** of the tokens have no gradient. The policy has moved **{moved:.3f}** nats a token "
         "from the one that sampled.",
-        values={"silent": silent, "moved": far, "largest push": float(np.abs(push).max())},
-        says=lab.by_rules(lab.recorded({"policy/kl_start": runs}), stage, "policy_runs_away"),
+        values={"silent": silent, "moved": moved, "largest push": float(np.abs(push).max())},
+        says=lab.by_rules(lab.recorded({"policy/kl_start": moved_by_step}), stage, "policy_runs_away"),
     )  # fmt: skip
 
 
@@ -110,8 +114,8 @@ w_t weight of a token, A credit, push_t the clipped ratio, sg: no gradient flows
     ),
     compute=compute,
     breaks=(
-        lab.Break({"old": False, "far": 2.0}, "Without ratio and clip every token is pushed as on the first update, "
-                  "however far the policy has gone.", "policy_runs_away"),
+        lab.Break({"old": False, "far": 2.0}, "Without ratio and clip credit pushes every token as on the first "
+                  "update, however far the policy has gone.", "policy_runs_away"),
     ),
     claims=(
         lab.Claim("k3 of a log-ratio of 0.1", "Schulman 2020", 0.0048, lambda: float(np.expm1(-0.1) + 0.1),

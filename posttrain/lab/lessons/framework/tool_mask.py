@@ -26,10 +26,12 @@ STEPS, EPISODES = 30, 8
 
 
 def ids(words: str) -> np.ndarray:
+    """int32: the place of each character in LETTERS; a token is a character."""
     return np.array([LETTERS.index(c) for c in words], np.int32)
 
 
 def say(t: Transcript, words: str, logp: float = -1.0) -> None:
+    """The policy says these words. The log-prob is made up: REINFORCE has no ratio, so it is not read."""
     n = len(words)
     t.say(SampledTurn(ids(words), np.full(n, logp, np.float32), np.zeros(n, np.int32), Stop.SAID))
 
@@ -50,8 +52,9 @@ def segment(a: int, b: int, c: int, *, masked: bool) -> Segment:
 
 
 def drawn(seed: int, masked: bool) -> list[Segment]:
-    made = np.random.default_rng(seed)
-    return [segment(*(int(x) for x in made.integers(100, 900, 3)), masked=masked) for _ in range(EPISODES)]
+    """Eight episodes with random numbers of three digits; the same ones with and without the mask."""
+    rng = np.random.default_rng(seed)
+    return [segment(*(int(x) for x in rng.integers(100, 900, 3)), masked=masked) for _ in range(EPISODES)]
 
 
 def group(segments: list[Segment]) -> Group:
@@ -62,26 +65,27 @@ def group(segments: list[Segment]) -> Group:
 
 
 def learn(masked: bool, seed: int) -> tuple[list[float], list[float]]:
-    """Mean log-prob of the tool's tokens, and of the policy's own, before each of 30 steps on right answers."""
-    segments, truth = drawn(seed, masked), drawn(seed, True)
+    """Mean log-prob of the tool's tokens, and of the policy's own, before each of 30 steps on right answers. The
+    policy is a table of logits [40, V]: it reads nothing but the position of a token."""
+    segments, truly_masked = drawn(seed, masked), drawn(seed, True)
     spoken = [int(s.mask.sum()) for s in segments]
     weights = np.repeat(weigh(REINFORCE.aggregate, spoken, [0] * EPISODES, 40), spoken)
-    made = {WEIGHT: weights, ADVANTAGE: np.ones(sum(spoken)), MU: np.full(sum(spoken), -1.0)}
-    batch = Batch.of(segments, unit_E=np.arange(EPISODES, dtype=np.int32), streams=made)
-    held = streams(batch, dtype=torch.float64)
+    by_stream = {WEIGHT: weights, ADVANTAGE: np.ones(sum(spoken)), MU: np.full(sum(spoken), -1.0)}
+    batch = Batch.of(segments, unit_E=np.arange(EPISODES, dtype=np.int32), streams=by_stream)
+    tensors = streams(batch, dtype=torch.float64)
     table = torch.zeros(40, len(LETTERS), dtype=torch.float64, requires_grad=True)
-    at = torch.as_tensor(batch.positions_N[batch.source_M + 1], dtype=torch.int64)
+    position = torch.as_tensor(batch.positions_N[batch.source_M + 1], dtype=torch.int64)
     target = torch.as_tensor(batch.target_M, dtype=torch.int64)
-    written, own = list[float](), list[float]()
+    tool_logp, policy_logp = list[float](), list[float]()
     for _ in range(STEPS):
         logp = torch.log_softmax(table, -1)
-        rows = [logp.detach()[np.arange(len(s.ids)), s.ids].numpy() for s in truth]
-        written.append(float(np.mean(np.concatenate([r[_tool(s)] for r, s in zip(rows, truth, strict=True)]))))
-        own.append(float(np.mean(np.concatenate([r[s.mask] for r, s in zip(rows, truth, strict=True)]))))
-        loss = objective(REINFORCE, held, TokenScores(logp[at, target], None, None)).loss
+        rows = [logp.detach()[np.arange(len(s.ids)), s.ids].numpy() for s in truly_masked]
+        tool_logp.append(float(np.mean(np.concatenate([r[_tool(s)] for r, s in zip(rows, truly_masked, strict=True)]))))
+        policy_logp.append(float(np.mean(np.concatenate([r[s.mask] for r, s in zip(rows, truly_masked, strict=True)]))))
+        loss = objective(REINFORCE, tensors, TokenScores(logp[position, target], None, None)).loss
         with torch.no_grad():
             table -= 4.0 * torch.autograd.grad(loss, table)[0]
-    return written, own
+    return tool_logp, policy_logp
 
 
 def _tool(s: Segment) -> np.ndarray:
@@ -92,26 +96,26 @@ def _tool(s: Segment) -> np.ndarray:
 
 def compute(k: lab.Values) -> lab.Readout:
     masked, seed = bool(k["mask"]), int(k["seed"])
-    s, true = segment(123, 456, 789, masked=masked), segment(123, 456, 789, masked=True)
-    tool = _tool(true)
+    episode, truth = segment(123, 456, 789, masked=masked), segment(123, 456, 789, masked=True)
+    by_tool = _tool(truth)
     tiles = [
         TextTile(LETTERS[i], "bad" if (m and w) else "good" if m else "mute", note="learned" if m else "only read")
-        for i, m, w in zip(s.ids.tolist(), s.mask.tolist(), tool.tolist(), strict=True)
+        for i, m, w in zip(episode.ids.tolist(), episode.mask.tolist(), by_tool.tolist(), strict=True)
     ]
-    written, own = learn(masked, seed)
-    played, said = group(drawn(seed, masked)), int(sum(x.mask.sum() for x in drawn(seed, True)))
+    tool_logp, policy_logp = learn(masked, seed)
+    played, engine_said = group(drawn(seed, masked)), int(sum(x.mask.sum() for x in drawn(seed, True)))
     return lab.Readout(
         pictures=(
             Tiles("One episode: question, call, tool, answer", {"": tiles},
                   {"good": "said by the policy, learned", "mute": "only read", "bad": "the tool's, and learned"}),
             Curve("Mean log-prob while it learns from right answers", list(range(STEPS)),
-                  {"the tool's tokens": written, "the policy's own": own}, y_label="nats"),
+                  {"the tool's tokens": tool_logp, "the policy's own": policy_logp}, y_label="nats"),
         ),
-        sentence=f"**{int(s.mask.sum())}** of {len(s.ids)} tokens are learned. The tool's tokens went from "
-        f"**{written[0]:.2f}** to **{written[-1]:.2f}** nats"
-        + (": it learns to write the tool's answer itself." if not masked else ": nothing was learned of them."),
-        values={"learned tokens": float(s.mask.sum()), "tool's log-prob": written[-1]},
-        says=lab.refusal(lambda: masks_cover_what_was_said([played], said), "masks_cover_what_was_said"),
+        sentence=f"**{int(episode.mask.sum())}** of {len(episode.ids)} tokens are learned. The tool's tokens went from "
+        f"**{tool_logp[0]:.2f}** to **{tool_logp[-1]:.2f}** nats"
+        + (": it learns to write the tool's answer itself." if not masked else ": they gave no gradient."),
+        values={"learned tokens": float(episode.mask.sum()), "tool's log-prob": tool_logp[-1]},
+        says=lab.refusal(lambda: masks_cover_what_was_said([played], engine_said), "masks_cover_what_was_said"),
     )  # fmt: skip
 
 
@@ -120,7 +124,7 @@ LESSON = lab.Lesson(
     question="A calculator wrote 1368 into the answer: should the policy learn those digits?",
     idea="""
         An agent says a call, a tool writes its result, and the agent goes on. All of it is one sequence, but only a
-        part was said by the policy. Tokens that the tool wrote have no log-prob under the policy, so they belong in no
+        part was said by the policy. Tokens that the tool wrote were not drawn from the policy, so they belong in no
         loss: they are masked from the moment they enter. Without the mask the policy is rewarded for the tool's digits,
         and learns to invent results in place of asking for them.
 

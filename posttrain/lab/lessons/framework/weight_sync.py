@@ -24,57 +24,59 @@ ANCHORS = {
     "nothing: old samples count as new": PLAIN,
 }
 HEALTHY = {"every": 8, "anchor": "the sampler's log-probs", "lr": 0.004, "seed": 0}
+"""The setting whose clipped share the claim is compared with."""
 
 
 def train(k: lab.Values) -> dict[str, list[float]]:
     """By step: accuracy of the newest weights, mean |log ratio| against the sampler, clipped share, age of samples."""
     a, every = ANCHORS[str(k["anchor"])], int(k["every"])
     policy = WORLD.taught(int(k["seed"]), hidden=64, steps=300, right=0.3)
-    made = torch.Generator().manual_seed(int(k["seed"]))
+    rng = torch.Generator().manual_seed(int(k["seed"]))
     trainer = ToyTrainer(a, policy, torch.optim.Adam(policy.parameters(), lr=float(k["lr"])), G, int(k["seed"]))
-    out: dict[str, list[float]] = {"accuracy": [], "gap": [], "clipped": [], "age": []}
+    by_step: dict[str, list[float]] = {"accuracy": [], "gap": [], "clipped": [], "age": []}
     sampler = deepcopy(policy)
     for step in range(STEPS):
         if step % every == 0:
             sampler = deepcopy(policy)
-        answers = ask(sampler, siblings(torch.randint(WORLD.prompts, (GROUPS,), generator=made), G), made)
-        out["gap"].append(float((logp_of(policy, answers) - answers.mu_ET).abs().mean()))
+        answers = ask(sampler, siblings(torch.randint(WORLD.prompts, (GROUPS,), generator=rng), G), rng)
+        by_step["gap"].append(float((logp_of(policy, answers) - answers.mu_ET).abs().mean()))
         gauges = trainer.step(answers, credit_by_pattern(a, WORLD.rewards(answers, G)).ravel())
-        out["accuracy"].append(WORLD.accuracy(policy))
+        by_step["accuracy"].append(WORLD.accuracy(policy))
         clipped = gauges["policy/clip_low"].mean + gauges["policy/clip_high"].mean if gauges else 0.0
-        out["clipped"].append(clipped)
-        out["age"].append(float(step % every))
-    return out
+        by_step["clipped"].append(clipped)
+        by_step["age"].append(float(step % every))
+    return by_step
 
 
 def checked(every: int) -> None:
-    """The check of a run that promised fresh samples, on the versions that its tokens carry at the step before the
-    next sync."""
+    """The check of a run that promised fresh samples, at the step before the next sync. The tokens there carry version
+    0, and the learner holds version `every - 1`. Raises InvariantError where these differ."""
     step = every - 1
     token = PlainEpisode(1.0, [[1]], np.full(1, -1.0), version=np.zeros(1, np.int32))
     said_by_these_weights([scored_group("a", [token, token]).group], (step,))
 
 
 def compute(k: lab.Values) -> lab.Readout:
-    found, every = train(k), int(k["every"])
+    by_step, every = train(k), int(k["every"])
     steps = list(range(1, STEPS + 1))
     tones: tuple[Tone, Tone] = ("two", "one")
     syncs = list[tuple[float, float, str, Tone]]()
-    for i in range(0, 12, every):
+    for i in range(0, 12, every):  # the chart shows 12 steps, the spans between syncs in two colours by turns
         syncs.append((float(i), float(min(i + every, 12)), f"version {i}", tones[i // every % 2]))
     return lab.Readout(
         pictures=(
-            Curve("Accuracy of the newest weights", steps, {"accuracy": found["accuracy"]}, low=0, high=1),
+            Curve("Accuracy of the newest weights", steps, {"accuracy": by_step["accuracy"]}, low=0, high=1),
             Curve("Distance between sampler and learner", steps,
-                  {"mean |log ratio|": found["gap"], "clipped share": found["clipped"]}, low=0),
+                  {"mean |log ratio|": by_step["gap"], "clipped share": by_step["clipped"]}, low=0),
             Gantt("Weights in the first 12 steps", {
                 "learner": [(float(i), i + 1.0, f"{i}", "three") for i in range(12)], "sampler": syncs}, unit="step"),
         ),
-        sentence=f"Samples are up to **{every - 1}** steps old. The log ratio is **{np.mean(found['gap']):.3f}** nats "
-        f"on average, **{np.mean(found['clipped']):.0%}** of the tokens are clipped, and accuracy ends at "
-        f"**{found['accuracy'][-1]:.2f}**.",
-        values={"accuracy": found["accuracy"][-1], "log ratio": float(np.mean(found["gap"])),
-                "clipped": float(np.mean(found["clipped"]))},
+        sentence=f"Samples are up to **{every - 1}** steps old. The mean |log ratio| is "
+        f"**{np.mean(by_step['gap']):.3f}** nats, "
+        f"**{np.mean(by_step['clipped']):.0%}** of the tokens are clipped, and accuracy ends at "
+        f"**{by_step['accuracy'][-1]:.2f}**.",
+        values={"accuracy": by_step["accuracy"][-1], "log ratio": float(np.mean(by_step["gap"])),
+                "clipped": float(np.mean(by_step["clipped"]))},
         says=lab.refusal(lambda: checked(every), "said_by_these_weights"),
     )  # fmt: skip
 
@@ -85,14 +87,14 @@ LESSON = lab.Lesson(
     question="What if the sampler gets new weights only every few steps?",
     idea="""
         The trainer changes the weights; the sampler needs them. Sending them takes time, so it is tempting to do it
-        less often. Then answers come from an older policy. The ratio of the two grows. Where it leaves [0.8, 1.2] a
-        token is no longer pushed (the clip), and what is left learns more slowly. If nobody compares with the sampler,
-        old samples count as new, and training can break.
+        less often. Then answers come from an older policy. The ratio of the two grows. A token that credit has pushed
+        out of [0.8, 1.2] is pushed no further (the clip), and what is left learns more slowly. If nobody compares with
+        the sampler, old samples count as new, and training can break.
 
         So weights have versions, every token carries the version that said it, and each step checks that the versions
         are those that were promised.
     """,
-    formula="|log rho| = | log pi_learner - log pi_sampler |        clipped where rho leaves [0.8, 1.2]",
+    formula="|log rho| = | log pi_learner - log pi_sampler |      clipped: rho > 1.2 with A > 0, rho < 0.8 with A < 0",
     knobs=(
         lab.Slider("every", "send weights every n steps", 1, 1, 16),
         lab.Options("anchor", "the ratio compares with", "the sampler's log-probs", tuple(ANCHORS)),
