@@ -110,7 +110,7 @@ class _Simulation:
     def after(self, seconds: float, what: Callable[..., None], *given: Any) -> None:
         """Call `what` when this time has passed."""
         self.count += 1
-        # The count orders events of one time as they were made, so a loop is the same at every play: methods cannot.
+        # The count orders events of one time as they were made: every play is the same, and no methods are compared.
         heapq.heappush(self.events, (self.now + seconds, self.count, what, given))
 
     def run(self) -> LoopOutcome:
