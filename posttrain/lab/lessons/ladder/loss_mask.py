@@ -105,7 +105,7 @@ def learn(masked: bool, count: int, width: int, seed: int) -> tuple[list[float],
 def compute(k: lab.Values) -> lab.Readout:
     masked, count, settings = bool(k["mask"]), int(k["count"]), (int(k["count"]), int(k["width"]), int(k["seed"]))
     on, off = learn(True, *settings), learn(False, *settings)
-    batch, first = batch_of(settings[2], count, masked), demonstrated(words(settings[2], 1), masked)[0]  # settings[2]: the seed
+    batch, first = batch_of(settings[2], count, masked), demonstrated(words(settings[2], 1), masked)[0]
     answer_at = len(first.ids) - LONG - 1
     tiles = [
         TextTile(LETTERS[i], "mute" if not m else "good" if j >= answer_at else "bad")

@@ -44,7 +44,7 @@ def compute(k: lab.Values) -> lab.Readout:
     model = taught()[after].exp().tolist()
     drawn = spread(after, sampling).probabilities()[0].double()
     drawn = (drawn / drawn.sum()).tolist()  # the engine's float32 adds up to 1 only about
-    entropy = float(sum(p * -np.log(p) for p in drawn if 0 < p < 1))
+    entropy = float(sum(p * -np.log(p) for p in drawn if 0 < p < 1))  # p log p is 0 at 0 and 1
     text, chances = sentence_of(k)
     tiles = [
         TextTile("_" if c == " " else c, "plain", None, float(p), f"probability {p:.2f}")
