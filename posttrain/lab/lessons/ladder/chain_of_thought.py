@@ -21,23 +21,22 @@ RECORDED = {
 """Held-out accuracy by depth, of seed 0 and width 96: `python -m posttrain.lab.lessons.ladder.chain_of_thought`."""
 
 
-def train(depth: int, mode: str, seed: int, width: int) -> Iterator[tuple[float, float, float]]:
-    """(share of the training that is done, held-out accuracy, loss of the last batch) before a small network is
-    trained to imitate right answers, and after each of `CHUNKS` parts of its training."""
+def train(depth: int, mode: str, seed: int, width: int) -> Iterator[tuple[float, float]]:
+    """(share of the training that is done, held-out accuracy) before a small network is trained to imitate right
+    answers, and after each of `CHUNKS` parts of its training."""
     chain = Chain(depth, step_by_step=mode == MODES[1], seed=seed)
     policy = chain.policy(width)
     optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(seed)
-    yield 0.0, chain.accuracy(policy), float("nan")
+    yield 0.0, chain.accuracy(policy)
     for chunk in range(CHUNKS):
-        loss = torch.zeros(())
         for _ in range(STEPS // CHUNKS):
             answers = chain.batch(128, generator)
             loss = -said_logp(policy, answers)[0].mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        yield (chunk + 1) / CHUNKS, chain.accuracy(policy), float(loss.detach())
+        yield (chunk + 1) / CHUNKS, chain.accuracy(policy)
 
 
 def compute(k: lab.Values) -> Iterator[lab.Readout]:
@@ -45,7 +44,7 @@ def compute(k: lab.Values) -> Iterator[lab.Readout]:
     chain = Chain(depth, step_by_step=mode == MODES[1], seed=int(k["seed"]))
     depths = sorted(RECORDED[mode])
     steps_done, accuracy = list[float](), list[float]()
-    for share, held_out, _ in train(depth, mode, int(k["seed"]), int(k["width"])):
+    for share, held_out in train(depth, mode, int(k["seed"]), int(k["width"])):
         steps_done.append(share * STEPS)
         accuracy.append(held_out)
         prompt, answer = chain.written(0)
@@ -77,7 +76,7 @@ def compute(k: lab.Values) -> Iterator[lab.Readout]:
             sentence=f"**{mode}**, {depth} numbers: **{held_out:.0%}** of the unseen problems are right after "
             f"**{share * STEPS:.0f}** steps.",
             values={"accuracy": held_out},
-            progress=share if share < 1 else 1.0,
+            progress=share,
         )
 
 
@@ -126,7 +125,7 @@ def measure() -> None:
     """Print the record anew."""
     torch.set_num_threads(1)
     for mode in MODES:
-        tell(f"{mode} { {d: round([a for _, a, _ in train(d, mode, 0, 96)][-1], 3) for d in range(2, 7)} }")
+        tell(f"{mode} { {d: round([a for _, a in train(d, mode, 0, 96)][-1], 3) for d in range(2, 7)} }")
 
 
 if __name__ == "__main__":
