@@ -81,8 +81,8 @@ def compute(k: lab.Values) -> lab.Readout:
                   siblings)[0] for s in range(0, 101, 10)]}, x_label="strength", low=0, high=1, at=strength),
             Bars("What is left after each of eight stages", STAGES, {"prompts": flow}),
         ),
-        sentence=f"By their pass rate **{remaining}** of {PROMPTS} prompts stay. **{waste:.0%}** of the rollouts are in groups "
-        "without spread: they were asked for nothing.",
+        sentence=f"By pass rate **{remaining}** of {PROMPTS} prompts stay. **{waste:.0%}** of the rollouts are in "
+        "groups without spread: they were asked for nothing.",
         values={"kept": float(remaining), "wasted": waste, "credit a rollout": signal},
         says=messages,
     )  # fmt: skip
