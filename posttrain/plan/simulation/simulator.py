@@ -100,8 +100,7 @@ class _Simulation:
         self.waiting, self.to_judge, self.held = deque[_LoopGroup](), deque[_LoopAnswer](), list[_LoopAnswer]()
         # Calls that wait for the learner's process, which makes one at a time: (function, answer, seconds it takes).
         self.to_handle = deque[tuple[Callable[[_LoopAnswer], None], _LoopAnswer, float]]()
-        # Of the learner: it takes groups, learns, waits until weights may be sent, sends them. `handling`: its process
-        # spends the seconds of such a call.
+        # The learner takes groups, learns, waits to send weights, or sends. `handling`: it spends a call's seconds.
         self.state: Literal["takes", "learns", "waits", "sends"] = "takes"
         self.handling = False
         # Times of the pushes of weights; totals by name, and of tokens by their age (an int).

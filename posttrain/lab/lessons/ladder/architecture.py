@@ -46,8 +46,7 @@ def flops(counts: dict[str, int], k: lab.Values) -> dict[str, float]:
     those of attention over the tokens before it (half of the length on average)."""
     weights = 2.0 * (counts["attention"] + counts["feed-forward"])
     head = 2.0 * counts["embeddings"]
-    # Twice two: a product with each key and one with each value, of a multiplication and an addition.
-    scores = 2.0 * 2.0 * int(k["layers"]) * int(k["hidden"]) * int(k["length"]) / 2
+    scores = 2.0 * 2.0 * int(k["layers"]) * int(k["hidden"]) * int(k["length"]) / 2  # products with keys and values
     return {"layers' weights": weights, "head": head, "attention scores": scores}
 
 

@@ -12,8 +12,7 @@ from posttrain.toy.episodes import rewarded
 from posttrain.toy.training import credit_by_pattern, mixed
 from posttrain.web.picture import Bars, Curve
 
-SHARES = np.round(np.linspace(0.01, 0.99, 50), 3)
-"""Shares of right answers at which the curves are drawn."""
+SHARES = np.round(np.linspace(0.01, 0.99, 50), 3)  # of right answers: the places at which the curves are drawn
 
 
 def dead(p: float, k: int) -> float:

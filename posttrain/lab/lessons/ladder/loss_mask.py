@@ -23,8 +23,7 @@ from posttrain.toy.readers import PositionReader
 from posttrain.web.picture import Curve, TextTile, Tiles
 
 LETTERS = "abcdefgh<>#"
-LONG, HELD, STEPS, EVERY = 4, 64, 100, 5
-"""Letters of a word; words that are held out; training steps; steps from one measurement to the next."""
+LONG, HELD, STEPS, EVERY = 4, 64, 100, 5  # letters of a word, held-out words, training steps, steps to a measurement
 
 
 def ids(text: str) -> np.ndarray:
@@ -61,8 +60,7 @@ def demonstrated(shown: tuple[str, ...], masked: bool) -> list[Segment]:
 
 @cache
 def words(seed: int, count: int) -> tuple[str, ...]:
-    """Different words. In two of five places a letter has its usual follower, as in a language. The followers are the
-    same for every seed."""
+    """Different words. A letter often has its usual follower, as in a language; followers are the same at all seeds."""
     rng, follower = np.random.default_rng(seed), np.random.default_rng(3).permutation(8)  # 8 letters, without < > #
     found_words = dict[str, None]()
     while len(found_words) < count:
@@ -79,8 +77,7 @@ def batch_of(seed: int, count: int, masked: bool) -> Batch:
 
 @cache
 def learn(masked: bool, count: int, width: int, seed: int) -> tuple[list[float], float]:
-    """(share of unseen words that are reversed, at every measurement; mean log-prob of a letter of their prompts at the
-    end) of a policy that learns from `count` demonstrations."""
+    """(share of unseen words that are reversed, by measurement; mean log-prob of their prompts' letters at the end)."""
     batch = batch_of(seed, count, masked)
     seen = torch.from_numpy(batch.ids_N.reshape(count, -1).astype(np.int64))
     source, target = torch.from_numpy(batch.source_M), torch.from_numpy(batch.target_M.astype(np.int64))

@@ -12,8 +12,7 @@ from posttrain.lab import lesson as lab
 from posttrain.toy.letters import LETTERS, taught
 from posttrain.web.picture import Bars, TextTile, Tiles
 
-SAID = 48
-"""Characters that are sampled."""
+SAID = 48  # characters that are sampled
 
 
 def contract(k: lab.Values) -> Sampling:
@@ -66,7 +65,6 @@ def compute(k: lab.Values) -> lab.Readout:
 
 
 def entropy_of(letter: str) -> float:
-    """Entropy in nats of the table's distribution after a letter."""
     p = taught()[LETTERS.index(letter)].exp().numpy()
     return float(-(p * np.log(p)).sum())
 

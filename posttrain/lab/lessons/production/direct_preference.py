@@ -17,10 +17,8 @@ from posttrain.toy.preference_steps import descend, gap
 from posttrain.web.picture import Bars, Curve
 
 ALGORITHMS = {"DPO": DPO, "IPO": IPO, "SLiC": SLIC}
-SHARED: AnswerPair = ((1, 1, 0), (1, 0))
-"""`a a #` and `a #`: token 0 is the end, 1 is `a`."""
-APART: AnswerPair = ((0,), (1,))
-"""Two of four answers that are one token each."""
+SHARED: AnswerPair = ((1, 1, 0), (1, 0))  # `a a #` and `a #`: token 0 is the end, 1 is `a`
+APART: AnswerPair = ((0,), (1,))  # two of four answers that are one token each
 
 
 def policies(shared: bool) -> tuple[TablePolicy, TablePolicy, AnswerPair]:
@@ -83,9 +81,8 @@ LESSON = lab.Lesson(
         of an answer is how much its log-prob has risen over the reference's. The loss asks for a large gap between the
         chosen and the rejected answer, and for nothing else. A larger beta is content with a smaller gap.
 
-        If they share tokens, the chosen answer is `a a #` and the rejected one `a #`, and one softmax gives the token
-        at every place. The gap grows only if `a` becomes likelier. That takes probability from `#`, which ends both:
-        both fall.
+        Where the answers share tokens, `a a #` is chosen over `a #`, and one softmax gives the token at every place.
+        The gap grows only if `a` becomes likelier. That takes probability from `#`, which ends both: both fall.
 
         DPO's loss has no minimum where the gap can grow: ten times the steps add a constant to it. IPO's has one, at 1
         / (2 beta), and SLiC's is 0 from 1 / beta on.
@@ -113,8 +110,7 @@ IPO: (gap - 1 / (2 beta))^2          SLiC: max(0, 1 - beta * gap)""",
     ),
     exercises=(
         lab.AskNumber("Where is IPO's minimum for beta = 0.25, in nats?", 2.0, why="1 / (2 * 0.25)."),
-        lab.AskKnobs("Bring the chosen answer to 0.12 or more; it starts at 0.0735.", "chosen", 0.12, None,
-                     {"shared": False}),
+        lab.AskKnobs("Bring the chosen answer to 0.12; it starts at 0.0735.", "chosen", 0.12, None, {"shared": False}),
         lab.AskChoice("Why can the chosen answer become less likely?",
                       ("The loss reads only the gap", "The reference moves", "beta is too large"), 0,
                       why="Nothing in the loss asks that it rises."),

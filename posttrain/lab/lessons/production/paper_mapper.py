@@ -62,12 +62,10 @@ FAILURES = (
 
 
 def ticks(a: Algorithm) -> tuple[str, ...]:
-    """Returns the ticks of an algorithm: for each question of `ASKED` its own word for its choice. A choice that no box
-    offers keeps its word, and so differs from every box."""
+    """Returns an algorithm's word for each question of `ASKED`. A choice without a box has a word that no box has."""
     type_name = type(a.baseline).__name__
     baseline = "Value" if isinstance(a.baseline, Value) else type_name
-    # Every ratio of a whole answer is one box.
-    ratio = "sequence_mean" if a.ratio.startswith("sequence") else a.ratio
+    ratio = "sequence_mean" if a.ratio.startswith("sequence") else a.ratio  # ratios of whole answers are one box
     return (
         baseline,
         a.scale,
@@ -85,14 +83,12 @@ def depth(a: Algorithm) -> int:
 
 
 def nearest(wanted: tuple[str, ...]) -> list[tuple[int, Algorithm]]:
-    """(ticks that differ, algorithm) of the whole ladder, the nearest first; of equally near ones that with the shorter
-    lineage, then that with fewer pieces."""
+    """(ticks that differ, algorithm) of all, the nearest first; of equally near ones that with the shorter lineage."""
     counted = [(sum(x != y for x, y in zip(wanted, ticks(a), strict=True)), a) for a in LADDER.values()]
     return sorted(counted, key=lambda f: (f[0], depth(f[1]), len(f[1].pieces), f[1].name))
 
 
 def lineage(a: Algorithm) -> list[Algorithm]:
-    """An algorithm after all that it was patched from, the oldest first."""
     return [a] if a.parent is None else [*lineage(a.parent), a]
 
 

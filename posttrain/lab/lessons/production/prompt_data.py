@@ -10,19 +10,16 @@ from posttrain.ladder.policy_rows import GRPO
 from posttrain.toy.training import credit_by_pattern, mixed
 from posttrain.web.picture import Bars, Curve
 
-PROMPTS, TRIED = 1000, 8
-"""Prompts, and tries of each that measure its pass rate."""
+PROMPTS, TRIED = 1000, 8  # TRIED: tries of each prompt that measure its pass rate
 STAGES = ("source", "legal", "checks", "unique", "rate", "mix", "filter", "reuse")
 HEALTHY = (1.0, 0.98, 0.95, 0.9)
 """Shares that the first four stages keep in a healthy pipeline (our choice: they do not depend on the knobs)."""
 
 
 def shares(strength: float) -> np.ndarray:
-    """The policy's share of right answers for each prompt: difficulties are spread by two logits, and a stronger policy
-    solves more of all of them. A policy of strength 50 solves a prompt of mean difficulty half of the time, and 12
-    points of strength are one logit."""
-    # Here and below fixed seeds: only the knobs named in the arguments change what is kept and wasted.
-    difficulty = np.random.default_rng(7).normal(0, 2, PROMPTS)
+    """The policy's share of right answers for each prompt. Difficulties are spread by two logits, 12 points of strength
+    are one logit, and a policy of strength 50 solves a prompt of mean difficulty half of the time."""
+    difficulty = np.random.default_rng(7).normal(0, 2, PROMPTS)  # fixed, as 3 and 11 below: `seed` draws the steps
     return 1 / (1 + np.exp(difficulty - (strength - 50) / 12))
 
 

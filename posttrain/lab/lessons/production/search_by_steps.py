@@ -29,15 +29,13 @@ class StepWorld:
     steps: int
     good: float
     wrong: float
-    made: np.random.Generator
-    """Draws whether a step is good, and whether the model of steps errs."""
+    made: np.random.Generator  # draws whether a step is good, and whether the reward model errs
     said: int = field(default=0)
 
     def goes_on(self, task: Task) -> bool:
         return True
 
     def worth(self, b: Beginning) -> float:
-        """The product of the scores of its steps."""
         return float(np.prod(b.scores)) if b.scores else 0.0
 
     async def grown(self, task: Task, ones: list[Beginning], count: int, place: str) -> list[Beginning]:
@@ -65,8 +63,7 @@ class StepWorld:
 
 async def _solved_by_each_way(k: lab.Values, rng: np.random.Generator) -> tuple[bool, bool, bool, bool]:
     """Returns for each of `WAYS` whether it finds a right answer of one problem."""
-    # Any: `beam` is typed for a StepSearch, and this world has the methods of it that a beam calls.
-    world: Any = StepWorld(int(k["steps"]), float(k["good"]), float(k["prm"]), rng)
+    world: Any = StepWorld(int(k["steps"]), float(k["good"]), float(k["prm"]), rng)  # in place of a `StepSearch`
     n, width = int(k["N"]), min(int(k["beam"]), int(k["N"]))
     answers = await world.whole(n)
     right = [bool(b.ids.all()) for b in answers]

@@ -13,13 +13,11 @@ STEPS = 3
 
 
 def times(k: lab.Values) -> Times:
-    # 0 and 0: this page has no verdicts and no passes of a reference.
-    return Times(float(k["rollout"]), 0.0, 0.0, float(k["learn"]), float(k["sync"]))
+    return Times(float(k["rollout"]), 0.0, 0.0, float(k["learn"]), float(k["sync"]))  # 0: no verdicts, no reference
 
 
 def lanes(t: Times, way: str) -> dict[str, list[tuple[float, float, str, str]]]:
-    """When engines sample, the learner learns and weights are sent, over the first steps: for each lane bars of (begin,
-    end, number of the step, colour)."""
+    """When engines sample, the learner learns and weights are sent, over the first steps: the spans of a `Gantt`."""
     spans: dict[str, list[tuple[float, float, str, str]]] = {"engines": [], "learner": [], "weights": []}
     next_begin, pace = 0.0, t.step("asynchronous")
     # In turn a step begins when the one before has sent its weights. At once both sides begin every `pace` seconds: the
@@ -44,8 +42,7 @@ def compute(k: lab.Values) -> lab.Readout:
     idle = {"engines": 1 - t.rollout / step, "learner": 1 - t.learn / step}
     # Colocated, the same devices do both, so they wait only while weights are sent.
     idle = dict.fromkeys(idle, t.sync / step) if way == "colocated" else idle
-    words = {"colocated": "All devices sample, then all learn. They wait only while weights are sent, and each needs "
-                          "room for both.",
+    words = {"colocated": "All devices sample, then all learn. They wait only for the weights, and need room for both.",
             "disaggregated": "Engines and learner have devices of their own and take turns: each waits for the other.",
             "asynchronous": "Both work at once, and samples are one step older."}[way]  # fmt: skip
     return lab.Readout(

@@ -14,7 +14,6 @@ OVERLAP = "overlap"
 
 
 def times(k: lab.Values) -> Times:
-    """The seconds of the roles, as the knobs have them."""
     return Times(*(float(k[role]) for role in ROLES))
 
 
