@@ -67,7 +67,7 @@ async def _solved_by_each_way(k: lab.Values, rng: np.random.Generator) -> tuple[
     n, width = int(k["N"]), min(int(k["beam"]), int(k["N"]))
     answers = await world.whole(n)
     right = [bool(b.ids.all()) for b in answers]
-    # 1 or 0, as the outcome model errs or not; a little noise, so that equal scores are decided by chance.
+    # 1 for an answer that the outcome model takes to be right, else 0. A little noise decides between equal scores.
     orm = [float(r != (rng.random() < float(k["orm"]))) + 1e-6 * rng.random() for r in right]
     prm = [world.worth(b) for b in answers]
     from_beam = await beam(world, TASK, width=width, expand=max(1, n // width), steps=int(k["steps"]))
@@ -135,7 +135,7 @@ def compute(k: lab.Values) -> lab.Readout:
 
 LESSON = lab.Lesson(
     number="17", name="search", title="Outcome, process, and search", part="production", force="signal", minutes=8,
-    question="With sixteen answers' worth of compute, is it better to judge answers or steps?",
+    question="With the compute of N answers, is it better to judge answers or steps?",
     idea="""
         An outcome reward model (ORM) scores whole answers. A process reward model (PRM) scores each step. Best of N
         samples N answers and gives the one with the best score. A beam keeps the best beginnings after every step, so
