@@ -47,9 +47,9 @@ def changes(work: Work, stage: str) -> Iterator[Saving]:
     # Only the embedded engine in the learner's process can sleep, and only while nobody asks it for samples ahead.
     if work.samples_answers and not work.vllm and not work.engines and not work.staleness and not work.sleep:
         yield saving("the cache is made anew in every step", "engine.sleep=true", sleep=True)
-    for how, price in (("selective", "about 1.04 of the learner's time"), ("full", "about 1.3 of the learner's time")):
-        if work.checkpointing == "none" or (work.checkpointing, how) == ("selective", "full"):
-            yield saving(price, f"model.gradient_checkpointing={how}", checkpointing=how)
+    for way, price in (("selective", "about 1.04 of the learner's time"), ("full", "about 1.3 of the learner's time")):
+        if work.checkpointing == "none" or (work.checkpointing, way) == ("selective", "full"):
+            yield saving(price, f"model.gradient_checkpointing={way}", checkpointing=way)
     if work.accelerator and not work.offload_optimizer:
         price = "16 bytes a parameter over the bus in each step"
         yield saving(price, "model.offload_optimizer=true", offload_optimizer=True)

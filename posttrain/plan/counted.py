@@ -8,8 +8,7 @@ from posttrain.plan.memory import places
 from posttrain.plan.work import Work
 
 QUOTED = {"weights": 2, "gradients": 4, "float32 copies": 4, "mean of gradients": 4, "mean of their squares": 4}
-"""Mixed precision as it is usually quoted: 18 bytes, with gradients in float32 (ZeRO has 16, with
-gradients of 2 bytes)."""
+"""Mixed precision as usually quoted: 18 bytes, with gradients in float32 (ZeRO has 16, with gradients of 2 bytes)."""
 OF_WEIGHTS = ("weights", "float32 copies", "gradients", "gradients before they are summed")
 OF_TRAINING, OF_COPIES = (*OF_WEIGHTS, "optimizer state", "average of the weights"), ("engine's weights", "reference")
 """Terms of `plan.memory` that belong to training, and those of further copies of the weights."""

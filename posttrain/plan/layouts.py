@@ -95,15 +95,15 @@ def layouts(work: Work, machine: Hardware, assumed: Assumed = Assumed()) -> Iter
     """Every layout that fits, of each topology."""
     count = machine.count
     # Colocated: all devices sample, then all learn.
-    yield from _of(work, machine, assumed, count, count)
+    yield from _of_split(work, machine, assumed, count, count)
     # From 8 devices on they are whole machines of 8.
     devices = (count * share for share in SHARES)
     for engines in dict.fromkeys(round(n / 8) * 8 if n >= 8 else round(n) for n in devices):
         if 0 < engines < count:
-            yield from _of(work, machine, assumed, engines, count - engines)
+            yield from _of_split(work, machine, assumed, engines, count - engines)
 
 
-def _of(work: Work, machine: Hardware, assumed: Assumed, engines: int, learners: int) -> Iterator[MachineLayout]:
+def _of_split(work: Work, machine: Hardware, assumed: Assumed, engines: int, learners: int) -> Iterator[MachineLayout]:
     """The layouts with these numbers of devices. If both are all devices, roles take turns."""
     # On shared devices learner and engine divide the memory: the learner may take what the engine's weights and its
     # smallest cache leave, and the cache then gets the rest. Slots follow from the cache.
@@ -134,9 +134,9 @@ def _learner_fits(work: Work, learners: int, room: float) -> Iterator[tuple[Work
     """
     for cut in (c for c in CUTS if learners % c == 0):
         fits = False
-        for how in get_args(Checkpointing):
+        for way in get_args(Checkpointing):
             fitted = replace(
-                work, ranks=learners, replicas=learners // cut, engines=1, vllm=True, cache=0.0, checkpointing=how,
+                work, ranks=learners, replicas=learners // cut, engines=1, vllm=True, cache=0.0, checkpointing=way,
                 micro_tokens=max(work.micro_tokens, work.longest), staleness=0,
             )  # fmt: skip
             if _peak_bytes(fitted) > room:
@@ -188,10 +188,8 @@ def of_each_topology(work: Work, machine: Hardware, assumed: Assumed) -> list[Ma
 
 
 def largest_batch(work: Work, machine: Hardware, assumed: Assumed, steps: int, days: float) -> MachineLayout:
-    """The best layout of the largest batch with which the steps end within the days.
-
-    The batch of the stage is doubled as long as they do. If not even the stage's own batch is fast enough, it is kept.
-    """
+    """The best layout of the largest batch with which the steps end within the days. The batch of the stage is doubled
+    as long as they do. If not even the stage's own batch is fast enough, it is kept."""
     best = best_layout(work, machine, assumed)
     # Each size gets its own best layout, since a larger batch may ask for another one.
     while best.step * steps <= days * DAY and best.work.prompts < MOST_PROMPTS:
@@ -204,11 +202,11 @@ def largest_batch(work: Work, machine: Hardware, assumed: Assumed, steps: int, d
 
 def other_assumptions(work: Work, machine: Hardware, assumed: Assumed) -> Sequence[tuple[str, MachineLayout | None]]:
     """The best layout under each of some other assumptions, with a name for the assumption; None where nothing fits."""
-    at = work.lengths
-    twice = replace(at, mean=2 * at.mean, most=2 * at.most)
+    lengths = work.lengths
+    twice = replace(lengths, mean=2 * lengths.mean, most=2 * lengths.most)
     changed = {
         "answers twice as long": (replace(work, lengths=twice), machine, assumed),
-        "all answers as long as the mean": (replace(work, lengths=replace(at, cv=0.0)), machine, assumed),
+        "all answers as long as the mean": (replace(work, lengths=replace(lengths, cv=0.0)), machine, assumed),
         "a filter keeps half of the groups": (work, machine, replace(assumed, kept=0.5)),
         "30 % of the peak arithmetic": (work, replace(machine, compute=0.3), assumed),
         "50 % of the peak bandwidth": (work, replace(machine, reading=0.5), assumed),

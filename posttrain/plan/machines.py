@@ -100,10 +100,10 @@ class Hardware:
 
 def device(name: str) -> Device:
     """A device of the table, whatever its capital letters; ConfigError suggests the nearest name."""
-    found = {n.lower(): d for n, d in DEVICES.items()}.get(name.lower())
-    if found is None:
+    listed = {n.lower(): d for n, d in DEVICES.items()}.get(name.lower())
+    if listed is None:
         raise ConfigError(f"no device {name!r} is known; {nearest(name, DEVICES)}")
-    return found
+    return listed
 
 
 # "8xH100", "8 * h100" or "H100": the number, and the device.

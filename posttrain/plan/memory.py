@@ -183,8 +183,8 @@ def _weights(work: Work) -> Iterator[Term]:
     if work.cut_in_rows:
         # Ranks that hold rows bring together what they compute with: embedding and head, and one layer at a time.
         ends = s.parts["embedding"] + s.parts.get("head", 0)
-        whole = (ends + (p - s.parts["embedding"]) / s.layers) * a
-        yield Term("weights brought together", whole, "embedding, head, one layer", ("scoring", *KEPT, "gradients"))
+        together = (ends + (p - s.parts["embedding"]) / s.layers) * a
+        yield Term("weights brought together", together, "embedding, head, one layer", ("scoring", *KEPT, "gradients"))
         if not work.adapter_parameters:
             formula = f"{a + 4} V h: a whole one, and the copy that is sent"
             yield Term("gradients on their way", float((a + 4) * ends), formula, ("gradients",))
@@ -224,15 +224,15 @@ def _proofs(work: Work) -> Iterator[Term]:
     copy. The other shows that shared beginnings change nothing.
     """
     # An adapter has many small matrices; 64 equal ones stand for them.
-    moved = [(work.adapter_parameters // 64, 64)] if work.adapter_parameters else tensors(work)
-    sizes = sorted(size * _share(work) for size, count in moved for _ in range(int(count)))
+    counted_sizes = [(work.adapter_parameters // 64, 64)] if work.adapter_parameters else tensors(work)
+    sizes = sorted(size * _share(work) for size, count in counted_sizes for _ in range(int(count)))
     # The smallest first, as long as their sum is within the limit: as the check chooses them.
     checked = sum(size for size, end in zip(sizes, accumulate(sizes), strict=True) if end <= IN_FULL)
     yield _small("check of the first update", 28.0 * checked, "28 bytes x numbers of small weights", ("first update",))
     if work.share and work.siblings > 1 and work.parallel == "rows" and work.ranks == 1 and not work.adapter_parameters:
-        both = work.width * (2 * work.shape.parameters + work.shape.vocabulary * work.shape.hidden)
+        compared = work.width * (2 * work.shape.parameters + work.shape.vocabulary * work.shape.hidden)
         formula = f"{2 * work.width} P + {work.width} V h: two gradients, and a difference"
-        yield Term("proof of shared beginnings", both, formula, ("first scoring",))
+        yield Term("proof of shared beginnings", compared, formula, ("first scoring",))
 
 
 def _passes(work: Work) -> Iterator[Term]:
@@ -254,17 +254,17 @@ def _passes(work: Work) -> Iterator[Term]:
         yield _small("last layer of the backward", one_layer, formula, ("gradients",))
     in_backward = n * activations.backward(work)
     yield _small("gradients of activations", in_backward, f"2 f + 2 h numbers x {n_text}", ("backward", "gradients"))
-    step = min(activations.SCORE_TOKENS, work.minibatch_tokens * work.minibatches)
+    scored = min(activations.SCORE_TOKENS, work.minibatch_tokens * work.minibatches)
     if work.samples_answers:
-        yield _small("pass without gradient", step * activations.scoring(work), f"{step:,.0f} tokens", ("scoring",))
+        yield _small("pass without gradient", scored * activations.scoring(work), f"{scored:,.0f} tokens", ("scoring",))
     if work.head:
         yield _small("head's tiles", activations.tile(work), "scores of a tile", ("scoring", *KEPT))
         if not work.adapter_parameters:
-            made = float(work.shape.vocabulary * hidden * work.width)
+            head_gradient = float(work.shape.vocabulary * hidden * work.width)
             # In a single pass it becomes the gradient of the weight itself, which `gradients` counts; with
             # several it is added to that one.
-            later: tuple[Instant, ...] = ("backward",) if work.passes == 1 else ("backward", "gradients")
-            yield Term("gradient of the head", made, f"{work.width} V h", later, _kept_small(made))
+            when: tuple[Instant, ...] = ("backward",) if work.passes == 1 else ("backward", "gradients")
+            yield Term("gradient of the head", head_gradient, f"{work.width} V h", when, _kept_small(head_gradient))
 
 
 # --- the engine -------------------------------------------------------------------------------------------------------
@@ -280,6 +280,7 @@ def _engine(work: Work) -> Iterator[Term]:
         # The compiled decoder joins the layers of one input, and holds those with an adapter merged
         # (`engine.embedded.cache.fused_decoder`).
         if work.width == 4 and not work.accelerator and work.shape.family in FUSED and not work.quantize:
+            # 8 and not 4: a block has layers that are joined.
             small = sum(4.0 * i * o * n for i, o, n in work.linear.values() if 8 * i * o < SMALL)
             formula = "4 bytes x numbers of the linear layers"
             yield Term("engine's merged layers", 4.0 * work.in_linear, formula, small=small)
@@ -318,8 +319,8 @@ def tensors(work: Work) -> list[tuple[int, int]]:
     rest = s.parameters - sum(size * count for size, count in listed)
     if s.experts is not None:
         # Experts of a layer lie in two tensors, what leads into them and what leads out, taken as equal.
-        one = parts["experts"] // max(1, s.layers - s.experts.dense)
-        listed.append((one // 2, 2 * (s.layers - s.experts.dense)))
+        of_layer = parts["experts"] // max(1, s.layers - s.experts.dense)
+        listed.append((of_layer // 2, 2 * (s.layers - s.experts.dense)))
         rest -= parts["experts"]
     return [*listed, (max(0, rest) // max(1, 2 * s.layers), 2 * s.layers)]
 

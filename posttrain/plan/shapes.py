@@ -180,21 +180,16 @@ class ModelShape:
 
     @property
     def active(self) -> int:
-        """Parameters that one token is multiplied with.
-
-        The embedding's table is looked up and not multiplied; where the head shares it, it counts once, as the head.
-        """
+        """Parameters that one token is multiplied with. The embedding's table is looked up and not multiplied; where
+        the head shares it, it counts once, as the head."""
         unused, x = 0, self.experts
         if x is not None:
             unused = (self.layers - min(x.dense, self.layers)) * (self.mixture(x.count) - self.mixture(x.active))
         return self.parameters - unused - self.parts["embedding"] + self.vocabulary * self.hidden * self.tied
 
     def cache_bytes(self, bytes_each: float = 2, *, shared: bool = True) -> int:
-        """Bytes that one token's keys and values take in all layers.
-
-        A latent cache keeps the short vector and the part with the position. Without `shared` the result is that of a
-        model whose query heads each have keys and values of their own (MHA).
-        """
+        """Bytes that one token's keys and values take in all layers. A latent cache keeps the short vector and the part
+        with the position. Without `shared`: as if each query head had keys and values of its own (MHA)."""
         x, heads = self.latent, self.kv_heads if shared else self.heads
         if x is None:
             return round(2 * self.layers * heads * self.head_dim * bytes_each)

@@ -166,16 +166,16 @@ class Throughput:
         """Seconds of one decoding step of `sequences` sequences, each with `length` tokens so far."""
         m, w, drafts = self.machine, self.work, self.assumed.drafts
         # Each engine reads its own copy of the weights.
-        apart = max(1, w.engines)
-        devices, running = max(1, self.engines // apart), max(1, round(sequences / apart))
-        one = Decoding(w.shape, m.device, devices, running, max(1, round(length)), bytes_each=w.width)
-        reading, drawn = one.reading / m.reading, 0.0
+        copies = max(1, w.engines)
+        devices, running = max(1, self.engines // copies), max(1, round(sequences / copies))
+        at_peaks = Decoding(w.shape, m.device, devices, running, max(1, round(length)), bytes_each=w.width)
+        reading, drawn = at_peaks.reading / m.reading, 0.0
         if self.processor:
             reading *= READS
             drawn = 0.0 if w.vllm else sequences * w.shape.vocabulary * DRAWN / m.bandwidth
         # Drafts are checked in the same pass: more arithmetic, and no more reading. That is why they pay where
         # a pass waits for reading.
-        busy = max(reading, (1 + drafts) * one.arithmetic / m.compute) + drawn
+        busy = max(reading, (1 + drafts) * at_peaks.arithmetic / m.compute) + drawn
         return (busy + m.latency) * (1 + drafts * self.assumed.draft_cost)
 
     @property
@@ -218,10 +218,10 @@ class Throughput:
     def _body(self) -> float:
         """Seconds of a pass of the layers without gradient over every token of the step."""
         narrow = NARROW / self.work.shape.hidden if self.processor else 0.0
-        return (1 + narrow) * self.tokens * self._each / (self.machine.flops * self.learners)
+        return (1 + narrow) * self.tokens * self._token_operations / (self.machine.flops * self.learners)
 
     @property
-    def _each(self) -> float:
+    def _token_operations(self) -> float:
         """Operations of a forward pass for one token, without the head."""
         s, length = self.work.shape, self.work.lengths.prompt + self.work.lengths.answer
         # Only tokens that are learned from reach the head. Half of the length, as attention is causal.
@@ -243,7 +243,7 @@ class Throughput:
 
     @property
     def tokens(self) -> float:
-        """Number of tokens that the learner computes in a step, shared beginnings once."""
+        """Tokens that the learner computes in a step, shared beginnings once. Not those that are sampled (`said`)."""
         return self.work.prompts * self.work.group_tokens * self.work.learned
 
     @property
@@ -267,7 +267,8 @@ class Throughput:
         """
         w = self.work
         passes = (2 if w.lora is not None else 3) + {"none": 0.0, "selective": 0.1, "full": 1.0}[w.checkpointing]
-        products = 3 if w.lora is not None else 4  # scores are computed again
+        # Of the head: scores, scores again for the backward pass, the gradient of the input, and that of the weight.
+        products = 3 if w.lora is not None else 4
         computed = passes * self._body + self._head(products, products)
         # 28 bytes in float32: the weight and two moments read and written (24), the gradient read (4).
         moved = w.trained_parameters * 28.0 / (self.machine.bandwidth * self.learners)
@@ -320,7 +321,7 @@ class Throughput:
         head = 2 * w.shape.vocabulary * w.shape.hidden * w.spoken_tokens / w.pass_tokens * w.head
         # What the mathematics asks for alone: 3 forwards of learning and one of sampling. What is computed again, and
         # attention of sampling, count as nothing.
-        needed = self.tokens * (self._each + head) * 3 * w.epochs + self.said * 2 * w.shape.active
+        needed = self.tokens * (self._token_operations + head) * 3 * w.epochs + self.said * 2 * w.shape.active
         return needed / (self.step * self.machine.device.flops * self.machine.count)
 
     def hours(self, steps: int) -> float:

@@ -217,13 +217,13 @@ def work_of(run: Run, stage: Stage, shape: ModelShape, lengths: Lengths) -> Work
         judging=len({m for r in run.env_of(stage).rewards for m in (*r.models, r.judge_run, r.meta) if m}),
     )
     # What is compared with is a second model, but for an adapter that is switched off, which is its own reference.
-    apart = model.lora is None or getattr(stage, "reference", None) is not None
+    second_model = model.lora is None or getattr(stage, "reference", None) is not None
     if isinstance(stage, Reinforce):
         a = stage.algorithm
         # A teacher with the policy's weights is the policy.
         compares = bool(a.reads & {"reference", "teacher"}) and not a.own_teacher
         return replace(common, prompts=stage.prompts, siblings=stage.siblings, minibatches=stage.minibatches,
-                       epochs=stage.epochs, staleness=stage.staleness, reference=compares and apart,
+                       epochs=stage.epochs, staleness=stage.staleness, reference=compares and second_model,
                        values="values" in a.reads)  # fmt: skip
     if isinstance(stage, Preference):
         # As the stage decides it (`PreferenceDriver._ahead`): where log-probs are computed before the first step, no
@@ -232,12 +232,12 @@ def work_of(run: Run, stage: Stage, shape: ModelShape, lengths: Lengths) -> Work
         env = run.env_of(stage)
         endless = bool(env.mix) or (env.name != "prompts" and ":" not in env.name)
         ahead = not endless and model.lora is None if stage.ahead is None else stage.ahead
-        held = stage.algorithm.reads_reference and not ahead and apart
+        held = stage.algorithm.reads_reference and not ahead and second_model
         return replace(common, prompts=stage.batch, siblings=COMPLETIONS[stage.algorithm.kind], reference=held)
     if isinstance(stage, RewardModel):
         return replace(common, prompts=stage.batch, siblings=COMPLETIONS[stage.judgement], head=False)
     if isinstance(stage, OnlinePreference):
-        held = stage.algorithm.reads_reference and apart
+        held = stage.algorithm.reads_reference and second_model
         learned = 2 * stage.pairs / (stage.prompts * stage.samples)
         return replace(common, prompts=stage.prompts, siblings=stage.samples, learned=learned, reference=held)
     if isinstance(stage, Rejection):

@@ -99,7 +99,7 @@ def _sampled(work: Work, gauges: Mapping[str, Gauge]) -> Lengths:
 def largest_step(steps: Iterable[Step]) -> list[Step]:
     """A list of the step whose learner computed the most tokens, at which memory is compared; empty without any."""
     counted = [s for s in steps if PACKED in s.gauges]
-    return sorted(counted, key=lambda s: s.gauges[PACKED].sum - s.gauges[PACKED].count)[:1]
+    return sorted(counted, key=lambda s: s.gauges[PACKED].sum - s.gauges[PACKED].count)[:1]  # minus what was computed
 
 
 def memory_terms(place: Place, steps: Sequence[Step], held: float) -> list[Compared]:

@@ -25,10 +25,10 @@ def model(k: lab.Values) -> Model:
 @cache
 def parameters(m: Model, vocabulary: int) -> dict[str, int]:
     """Parameters by part, counted on the library's own model, which is built without memory for its weights."""
-    made = config(m, characters(LETTERS[:vocabulary]))
+    settings = config(m, characters(LETTERS[:vocabulary]))
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
-    out: dict[str, int] = dict.fromkeys(PARTS, 0)
+        module = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+    counts: dict[str, int] = dict.fromkeys(PARTS, 0)
     for name, weight in module.named_parameters():
         part = (
             "embeddings"
@@ -37,25 +37,25 @@ def parameters(m: Model, vocabulary: int) -> dict[str, int]:
             if "norm" in name
             else ("attention" if "attn" in name else "feed-forward")
         )
-        out[part] += weight.numel()
-    return out
+        counts[part] += weight.numel()
+    return counts
 
 
-def flops(found: dict[str, int], k: lab.Values) -> dict[str, float]:
-    """Floating point operations of a forward pass for each token: two for each weight it meets, and those of attention
-    over the tokens before it (half of the length on average)."""
-    weights = 2.0 * (found["attention"] + found["feed-forward"])
-    head = 2.0 * found["embeddings"]
-    scores = 2.0 * 2.0 * int(k["layers"]) * int(k["hidden"]) * int(k["length"]) / 2
+def flops(counts: dict[str, int], k: lab.Values) -> dict[str, float]:
+    """Floating point operations of a forward pass for each token: two for each weight it meets (norms left out), and
+    those of attention over the tokens before it (half of the length on average)."""
+    weights = 2.0 * (counts["attention"] + counts["feed-forward"])
+    head = 2.0 * counts["embeddings"]
+    scores = 2.0 * 2.0 * int(k["layers"]) * int(k["hidden"]) * int(k["length"]) / 2  # products with keys and values
     return {"layers' weights": weights, "head": head, "attention scores": scores}
 
 
 def compute(k: lab.Values) -> lab.Readout:
-    said = lab.refusal(lambda: model(k))
-    if said:
-        k = {**k, "heads": 1}
-    found = parameters(model(k), int(k["vocabulary"]))
-    total, cost = sum(found.values()), flops(found, k)
+    refused = lab.refusal(lambda: model(k))
+    if refused:
+        k = {**k, "heads": 1}  # one head fits every width, so that the page shows a model beside the refusal
+    counts = parameters(model(k), int(k["vocabulary"]))
+    total, cost = sum(counts.values()), flops(counts, k)
     b, t, d, h, v = int(k["batch"]), int(k["length"]), int(k["hidden"]), int(k["heads"]), int(k["vocabulary"])
     shapes = (
         ("token ids", f"[{b}, {t}]", float(b * t)),
@@ -64,11 +64,11 @@ def compute(k: lab.Values) -> lab.Readout:
         ("attention scores", f"[{b}, {h}, {t}, {t}]", float(b * h * t * t)),
         ("logits", f"[{b}, {t}, {v}]", float(b * t * v)),
     )
-    side = min(t, 8)
+    side = min(t, 8)  # tokens of the mask that are drawn
     mask = np.tril(np.ones((side, side)))
     return lab.Readout(
         pictures=(
-            Bars("Parameters by part", PARTS, {"parameters": [float(found[p]) for p in PARTS]}),
+            Bars("Parameters by part", PARTS, {"parameters": [float(counts[p]) for p in PARTS]}),
             Bars("Operations of a token, forward", tuple(cost), {"operations": list(cost.values())}),
             Matrix("Shapes on the way", ("shape", "numbers"), [s[0] for s in shapes], [[0.0, s[2]] for s in shapes],
                    [[s[1], f"{s[2]:,.0f}"] for s in shapes]),
@@ -83,14 +83,14 @@ def compute(k: lab.Values) -> lab.Readout:
             "operations a token": sum(cost.values()),
             "share of the scores": cost["attention scores"] / sum(cost.values()),
         },
-        says=said,
+        says=refused,
     )  # fmt: skip
 
 
 def layer_weights(hidden: int, layers: int) -> float:
     """Weights of attention and feed-forward networks of a model with four heads."""
-    found = parameters(model({"hidden": hidden, "heads": 4, "layers": layers}), 30)
-    return float(found["attention"] + found["feed-forward"])
+    counts = parameters(model({"hidden": hidden, "heads": 4, "layers": layers}), 30)
+    return float(counts["attention"] + counts["feed-forward"])
 
 
 LESSON = lab.Lesson(

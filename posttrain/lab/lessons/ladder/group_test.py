@@ -12,7 +12,7 @@ from posttrain.toy.episodes import rewarded
 from posttrain.toy.training import credit_by_pattern, mixed
 from posttrain.web.picture import Bars, Curve
 
-SHARES = np.round(np.linspace(0.01, 0.99, 50), 3)
+SHARES = np.round(np.linspace(0.01, 0.99, 50), 3)  # of right answers: the places at which the curves are drawn
 
 
 def dead(p: float, k: int) -> float:
@@ -31,24 +31,24 @@ def verdict(p: float) -> str:
 
 
 def compute(k: lab.Values) -> lab.Readout:
-    p, count, made = float(k["p"]), int(k["K"]), np.random.default_rng(int(k["seed"]))
-    fifty = (made.random(50) < p).astype(float)
-    group = (made.random(count) < p).astype(float)
+    p, count, rng = float(k["p"]), int(k["K"]), np.random.default_rng(int(k["seed"]))
+    fifty = (rng.random(50) < p).astype(float)
+    group = (rng.random(count) < p).astype(float)
     credit = credit_step(GRPO, rewarded(group.tolist()), max_tokens=1, ema=0.0).groups[0]
     advantages = [float(e.advantage[0][0]) for e in credit.episodes]
     # What a run of eight steps with 16 prompts each would record, drawn at this share of right answers.
     steps: dict[str, list[float]] = {
         n: [] for n in ("rollout/reward", "rollout/solved", "rollout/mixed", "credit/silent")
     }
-    size = list[float]()
+    credit_size = list[float]()
     for _ in range(8):
-        rewards = (made.random((16, count)) < p).astype(float)
-        kept = float(mixed(rewards).mean())
-        for name, x in zip(steps, (rewards.mean(), rewards.mean(), kept, 1 - kept), strict=True):
+        rewards = (rng.random((16, count)) < p).astype(float)
+        with_spread = float(mixed(rewards).mean())
+        for name, x in zip(steps, (rewards.mean(), rewards.mean(), with_spread, 1 - with_spread), strict=True):
             steps[name].append(float(x))
-        size.append(float(np.abs(credit_by_pattern(GRPO, rewards)).mean()))
-    gauges = {**steps, "rollout/truncated": [0.0] * 8, "credit/advantage_abs": size}
-    said = lab.by_rules(lab.recorded(gauges), Reinforce(name="rl", algorithm=GRPO, siblings=count))
+        credit_size.append(float(np.abs(credit_by_pattern(GRPO, rewards)).mean()))
+    gauges = {**steps, "rollout/truncated": [0.0] * 8, "credit/advantage_abs": credit_size}
+    messages = lab.by_rules(lab.recorded(gauges), Reinforce(name="rl", algorithm=GRPO, siblings=count))
     return lab.Readout(
         pictures=(
             Bars("Credit of one group", [f"{i + 1}: {r:.0f}" for i, r in enumerate(group)], {"advantage": advantages}),
@@ -60,7 +60,7 @@ def compute(k: lab.Values) -> lab.Readout:
         sentence=f"**{int(fifty.sum())} of 50** rollouts are right: {verdict(float(fifty.mean()))}. Of groups of "
         f"{count} **{dead(p, count):.0%}** are dead.",
         values={"right of 50": float(fifty.sum()), "dead groups": dead(p, count), "signal": 4 * p * (1 - p)},
-        says=said,
+        says=messages,
     )  # fmt: skip
 
 
@@ -68,10 +68,10 @@ LESSON = lab.Lesson(
     number="L6", name="fifty", title="GRPO: the test of fifty rollouts", part="the ladder", force="signal", minutes=5,
     question="Before RL is started: is this task neither too hard nor too easy?",
     idea="""
-        GRPO learns from differences between siblings. If the policy is nearly never right, or nearly always, all
-        siblings of a prompt have one reward, and the group is dead (silent). Sample fifty answers first and count:
-        between 10 and 80 percent right is productive, below 5 percent nothing will be learned, above 95 percent nothing
-        is left to learn. More siblings make fewer dead groups.
+        GRPO learns from differences between siblings. If the policy is nearly never right, or nearly always, the
+        siblings of a prompt mostly have one reward: their group is dead (silent). Sample fifty answers first and count:
+        between 10 and 80 percent right is productive, below 5 percent little will be learned, above 95 percent little
+        is left to learn. Where the policy is right at times, more siblings make fewer dead groups.
     """,
     formula="dead = p^K + (1 - p)^K            signal of a prompt ~ p (1 - p)",
     knobs=(
@@ -94,7 +94,7 @@ LESSON = lab.Lesson(
         lab.AskKnobs("With at least one right answer in ten, bring dead groups below 5 %.", "dead groups", None,
                      0.05, {"p": 0.3, "K": 16}),
         lab.AskChoice("2 of 50 are right. What is done first?", ("More steps", "SFT, or easier tasks", "A larger step"),
-                  1, why="Where nothing is right, nothing can be compared."),
+                  1, why="Where nearly nothing is right, most groups have nothing to compare."),
     ),
     code=("posttrain.algorithm.credit.step_credit.credit_step", "posttrain.diagnose.rules.reward_rules.too_hard"),
     docs="help/reward-is-flat.md", command="posttrain eval runs/mine", grid=("p", "K"),

@@ -23,7 +23,7 @@ from posttrain.toy.readers import PositionReader
 from posttrain.web.picture import Curve, TextTile, Tiles
 
 LETTERS = "abcdefgh<>#"
-LONG, HELD, STEPS, EVERY = 4, 64, 100, 5
+LONG, HELD, STEPS, EVERY = 4, 64, 100, 5  # letters of a word, held-out words, training steps, steps to a measurement
 
 
 def ids(text: str) -> np.ndarray:
@@ -52,23 +52,23 @@ class LetterTexts:
 
 
 def demonstrated(shown: tuple[str, ...], masked: bool) -> list[Segment]:
-    """<word> and its reversal for each word, by the function that every supervised stage uses. Without the mask it is
-    the planted fault."""
+    """<word> and its reversal for each word, by the function that every supervised stage uses. To have the prompts
+    learned too, the fault `prompt_imitated` is planted in it."""
     with planted(None if masked else "prompt_imitated"):
         return [demonstrations.demonstration(LetterTexts(), Task(w, w), f"<{w}>", w[::-1], 64) for w in shown]
 
 
 @cache
 def words(seed: int, count: int) -> tuple[str, ...]:
-    """Different words: each letter is often followed by the same other one, as in a language."""
-    made, likely = np.random.default_rng(seed), np.random.default_rng(3).permutation(8)
-    out = dict[str, None]()
-    while len(out) < count:
-        word = [int(made.integers(8))]
+    """Different words. A letter often has its usual follower, as in a language; followers are the same at all seeds."""
+    rng, follower = np.random.default_rng(seed), np.random.default_rng(3).permutation(8)  # 8 letters, without < > #
+    found_words = dict[str, None]()
+    while len(found_words) < count:
+        word = [int(rng.integers(8))]
         for _ in range(LONG - 1):
-            word.append(int(likely[word[-1]]) if made.random() < 0.4 else int(made.integers(8)))
-        out["".join(LETTERS[i] for i in word)] = None
-    return tuple(out)
+            word.append(int(follower[word[-1]]) if rng.random() < 0.4 else int(rng.integers(8)))
+        found_words["".join(LETTERS[i] for i in word)] = None
+    return tuple(found_words)
 
 
 def batch_of(seed: int, count: int, masked: bool) -> Batch:
@@ -77,37 +77,39 @@ def batch_of(seed: int, count: int, masked: bool) -> Batch:
 
 @cache
 def learn(masked: bool, count: int, width: int, seed: int) -> tuple[list[float], float]:
-    """Share of unseen words that are reversed, by step, and the mean log-prob that words have at the end."""
+    """(share of unseen words that are reversed, by measurement; mean log-prob of their prompts' letters at the end)."""
     batch = batch_of(seed, count, masked)
     seen = torch.from_numpy(batch.ids_N.reshape(count, -1).astype(np.int64))
     source, target = torch.from_numpy(batch.source_M), torch.from_numpy(batch.target_M.astype(np.int64))
     unseen = np.stack([ids(f"<{w}>{w[::-1]}#") for w in words(seed, count + HELD)[count:]])
     held = torch.from_numpy(unseen.astype(np.int64))
     policy = PositionReader(letters=len(LETTERS), positions=seen.shape[1], width=width, seed=seed)
-    optimizer, right = torch.optim.Adam(policy.parameters(), lr=0.03), list[float]()
+    optimizer, reversed_shares = torch.optim.Adam(policy.parameters(), lr=0.03), list[float]()
     with torch.enable_grad():
         for step in range(STEPS + 1):
             if step % EVERY == 0:
-                said = policy(held[:, :-1]).argmax(-1)[:, LONG + 1 :]
-                right.append(float((said == held[:, LONG + 2 :]).all(1).double().mean()))
+                # Each token is predicted after the right ones before it. If all are right, sampling greedily says them.
+                predicted = policy(held[:, :-1]).argmax(-1)[:, LONG + 1 :]
+                reversed_shares.append(float((predicted == held[:, LONG + 2 :]).all(1).double().mean()))
             logp = torch.log_softmax(policy(seen), -1).reshape(-1, len(LETTERS))[source, target]
             optimizer.zero_grad()
             Likelihood().terms(batch, TokenScores(logp, None, None)).loss.backward()
             optimizer.step()
         logp = torch.log_softmax(policy(held[:, :-1]), -1).gather(2, held[:, 1:, None])
-    return right, float(logp[:, :LONG].mean().detach())
+    return reversed_shares, float(logp[:, :LONG].mean().detach())
 
 
 def compute(k: lab.Values) -> lab.Readout:
-    masked, count, at = bool(k["mask"]), int(k["count"]), (int(k["count"]), int(k["width"]), int(k["seed"]))
-    on, off = learn(True, *at), learn(False, *at)
-    batch, first = batch_of(at[2], count, masked), demonstrated(words(at[2], 1), masked)[0]
-    word = len(first.ids) - LONG - 1
+    masked, count, settings = bool(k["mask"]), int(k["count"]), (int(k["count"]), int(k["width"]), int(k["seed"]))
+    on, off = learn(True, *settings), learn(False, *settings)
+    batch, first = batch_of(settings[2], count, masked), demonstrated(words(settings[2], 1), masked)[0]
+    answer_at = len(first.ids) - LONG - 1
     tiles = [
-        TextTile(LETTERS[i], "mute" if not m else "good" if j >= word else "bad")
+        TextTile(LETTERS[i], "mute" if not m else "good" if j >= answer_at else "bad")
         for j, (i, m) in enumerate(zip(first.ids.tolist(), first.mask.tolist(), strict=True))
     ]
-    shown, asked = batch.ids_N[: int(batch.source_M[0]) + 1], first.ids[:word]
+    # What stands before the first learned token of the batch, and what a rollout would be shown.
+    shown, asked = batch.ids_N[: int(batch.source_M[0]) + 1], first.ids[:answer_at]
     chosen = on if masked else off
     return lab.Readout(
         pictures=(
@@ -131,10 +133,10 @@ LESSON = lab.Lesson(
     idea="""
         Supervised fine-tuning makes the tokens of an answer more likely. The prompt stands before them in the same
         sequence. A mask says which tokens count in the loss. Without it the policy also learns to write prompts:
-        here random words, which it can only learn by heart. That takes room and steps from the task.
+        here words of mostly random letters, which it can only learn by heart. That takes room and steps from the task.
 
-        Both policies here see the same words and take the same steps, on the mean over the tokens that count. With
-        many demonstrations both learn the task, and the mask saves time. With few, the one without a mask
+        Both policies here see the same words and take the same steps, on the mean over the tokens that count. At width
+        4, with many demonstrations both learn the task, and the mask saves time. With few, the one without a mask
         reverses fewer new words with most seeds, not with all: try 3.
     """,
     formula="loss = - mean over tokens with mask 1 of  log pi( token | all tokens before it )",

@@ -12,7 +12,7 @@ from posttrain.lab import lesson as lab
 from posttrain.toy.letters import LETTERS, taught
 from posttrain.web.picture import Bars, TextTile, Tiles
 
-SAID = 48
+SAID = 48  # characters that are sampled
 
 
 def contract(k: lab.Values) -> Sampling:
@@ -28,38 +28,38 @@ def spread(after: int, sampling: Sampling) -> DrawDistributions:
 
 def sentence_of(k: lab.Values) -> tuple[str, list[float]]:
     """(48 characters that the sampler says, the probability of each)."""
-    made, sampling = np.random.default_rng(int(k["seed"])), contract(k)
-    at, out, likely = LETTERS.index(str(k["after"])), "", list[float]()
+    rng, sampling = np.random.default_rng(int(k["seed"])), contract(k)
+    letter, text, chances = LETTERS.index(str(k["after"])), "", list[float]()
     for _ in range(SAID):
-        now = spread(at, sampling)
-        at = int(now.pick(made.random(1))[0])
-        likely.append(float(now.probabilities()[0, at]))
-        out += LETTERS[at]
-    return out, likely
+        distribution = spread(letter, sampling)
+        letter = int(distribution.pick(rng.random(1))[0])
+        chances.append(float(distribution.probabilities()[0, letter]))
+        text += LETTERS[letter]
+    return text, chances
 
 
 def compute(k: lab.Values) -> lab.Readout:
     sampling, after = contract(k), LETTERS.index(str(k["after"]))
-    plain = taught()[after].exp().tolist()
-    now = spread(after, sampling).probabilities()[0].double()
-    now = (now / now.sum()).tolist()
-    entropy = float(sum(p * -np.log(p) for p in now if 0 < p < 1))
-    text, likely = sentence_of(k)
+    model = taught()[after].exp().tolist()
+    drawn = spread(after, sampling).probabilities()[0].double()
+    drawn = (drawn / drawn.sum()).tolist()  # the engine's float32 adds up to 1 only about
+    entropy = float(sum(p * -np.log(p) for p in drawn if 0 < p < 1))  # p log p is 0 at 0 and 1
+    text, chances = sentence_of(k)
     tiles = [
         TextTile("_" if c == " " else c, "plain", None, float(p), f"probability {p:.2f}")
-        for c, p in zip(text, likely, strict=True)
+        for c, p in zip(text, chances, strict=True)
     ]
-    shown = [i for i in range(len(LETTERS)) if plain[i] > 0.01 or now[i] > 0.01]
+    shown = [i for i in range(len(LETTERS)) if model[i] > 0.01 or drawn[i] > 0.01]
     return lab.Readout(
         pictures=(
             Bars(f"What may follow '{k['after']}'", ["_" if LETTERS[i] == " " else LETTERS[i] for i in shown],
-                 {"the model's": [plain[i] for i in shown], "sampled from": [now[i] for i in shown]}, low=0, high=1),
+                 {"the model's": [model[i] for i in shown], "sampled from": [drawn[i] for i in shown]}, low=0, high=1),
             Tiles("What the sampler says, one character after the other", {"": tiles},
                   {"plain": "darker: more probable; _ is a space"}),
         ),
         sentence=f"After **{k['after']}** the sampler has **{entropy:.2f}** nats of choice. It wrote {len(set(text))} "
         "different characters.",
-        values={"entropy": entropy, "largest": max(now), "different characters": float(len(set(text)))},
+        values={"entropy": entropy, "largest": max(drawn), "different characters": float(len(set(text)))},
         says=lab.refusal(lambda: Reinforce(name="rl", sampling=sampling)),
     )  # fmt: skip
 
@@ -74,7 +74,7 @@ LESSON = lab.Lesson(
     question="The model gives every token a probability: how is one of them chosen?",
     idea="""
         A language model is a distribution over the next token. Sampling draws from it. Temperature divides the logits
-        first: below 1 the probable becomes more probable, above 1 all become alike. Top-p keeps the most probable
+        first: below 1 the probable becomes more probable, above 1 all become more alike. Top-p keeps the most probable
         tokens until their sum reaches p, and drops the rest.
 
         For training, the log-prob must be that of the distribution that was really drawn from, so these settings are

@@ -23,6 +23,7 @@ UNSEEN: tuple[AnswerPair, ...] = (
 
 
 def train(k: lab.Values) -> tuple[TiedPolicy, TiedPolicy, list[float]]:
+    """(policy, reference, gap of the taught pair before each step and at the end)."""
     policy, reference = TiedPolicy(SHARES), TiedPolicy(SHARES)
     if not k["beta"]:  # refused, as the page says: nothing is trained
         return policy, reference, [0.0] * (int(k["steps"]) + 1)
@@ -44,7 +45,7 @@ def compute(k: lab.Values) -> lab.Readout:
                  {"before": SHARES, "after": policy.shares().tolist()}, low=0, high=1),
             Bars("Gap of six pairs that were never shown", names, {"gap, nats": gaps}),
         ),
-        sentence=f"After {k['steps']} steps the margin is **{margin:.2f}**, and **{right:.0%}** of the unseen pairs "
+        sentence=f"With {k['steps']} steps the margin is **{margin:.2f}**, and **{right:.0%}** of the unseen pairs "
         f"are ordered rightly. The filler went from **{SHARES[3]:.2f}** to **{policy.shares()[3]:.2f}**.",
         values={"margin": margin, "unseen pairs right": right, "filler": float(policy.shares()[3])},
         says=lab.refusal(lambda: replace(DPO, beta=float(k["beta"]))),
@@ -56,8 +57,8 @@ LESSON = lab.Lesson(
     minutes=5,
     question="How far does one comparison reach?",
     idea="""
-        In the ladder the policy can already answer, in two styles. One comparison says which is better: here the same
-        answer without a filler word. DPO raises the gap of that pair. Because the weights are shared, pairs that were
+        In the ladder the policy can already answer. One comparison says which of two answers is better: here the same
+        one without a filler word. DPO raises the gap of that pair. Because the weights are shared, pairs that were
         never shown move too: the policy says fewer fillers everywhere. That is why few comparisons can teach a style,
         and why a wrong one spoils more than itself.
 

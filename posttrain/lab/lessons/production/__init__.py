@@ -1,1 +1,1 @@
-"""Pages 15 to 23: reward models, preferences, search, data, topologies, engines, memory, published recipes."""
+"""Pages 15 to 19 and 23: reward models, preferences, search, verifiers, prompts, topologies, published algorithms."""

@@ -25,6 +25,7 @@ NAMES = ("A", "B", "C", "D")
 TRUE = np.array([0.0, 1.0, 2.0, 2.5])
 START = torch.tensor([0.4, 0.35, 0.2, 0.05], dtype=torch.float64)
 STEPS, SIBLINGS = 80, 16
+"""`TRUE`: the worth of each response, which people compare by. `START`: how often the policy gives each at first."""
 
 
 def sigmoid(x: float) -> float:
@@ -33,13 +34,13 @@ def sigmoid(x: float) -> float:
 
 def comparisons(count: int, seed: int) -> list[AnswerPair]:
     """Pairs of responses (chosen, rejected) as people with Bradley and Terry's taste judge them."""
-    made = np.random.default_rng(seed)
-    out = list[AnswerPair]()
+    rng = np.random.default_rng(seed)
+    pairs = list[AnswerPair]()
     for _ in range(count):
-        i, j = made.choice(4, 2, replace=False).tolist()
-        first = made.random() < sigmoid(float(TRUE[i] - TRUE[j]))
-        out.append(((i,), (j,)) if first else ((j,), (i,)))
-    return out
+        i, j = rng.choice(4, 2, replace=False).tolist()
+        i_preferred = rng.random() < sigmoid(float(TRUE[i] - TRUE[j]))
+        pairs.append(((i,), (j,)) if i_preferred else ((j,), (i,)))
+    return pairs
 
 
 def fit(pairs: list[AnswerPair], eta: float) -> tuple[np.ndarray, list[float]]:
@@ -47,10 +48,10 @@ def fit(pairs: list[AnswerPair], eta: float) -> tuple[np.ndarray, list[float]]:
     score = torch.zeros(4, dtype=torch.float64, requires_grad=True)
     batch = batch_of_pairs(PrefixPolicy(0, vocabulary=4, longest=1), pairs)
     batch = batch.having({WEIGHT: np.full(batch.spoken, 1 / len(pairs))})
-    which = torch.as_tensor(batch.target_M, dtype=torch.int64)
+    response = torch.as_tensor(batch.target_M, dtype=torch.int64)
     losses = list[float]()
     for _ in range(60):
-        scores = score[which]
+        scores = score[response]
         terms = RankingLoss().terms(batch, TokenScores(None, None, None, rewards=Rewards(scores, scores[:, None])))
         losses.append(float(terms.loss.detach()))
         with torch.no_grad():
@@ -61,23 +62,24 @@ def fit(pairs: list[AnswerPair], eta: float) -> tuple[np.ndarray, list[float]]:
 def optimise(score: np.ndarray, beta: float, seed: int) -> tuple[list[np.ndarray], list[float], list[float]]:
     """(policy, mean of 16 learned rewards, mean of their true worth) by step, of RLOO on the learned score with this
     KL."""
+    # A KL of weight 0 is refused, so beta 0 is no KL.
     a = replace(RLOO, pull=KL(coef=beta, estimator="k1", placement="reward") if beta else None)
     policy, reference = TabularPolicy(START.log()[None, None]), TabularPolicy(START.log()[None, None])
     trainer = ToyTrainer(a, policy, torch.optim.SGD(policy.parameters(), lr=0.3), SIBLINGS, seed)
-    made, learned, worth = torch.Generator().manual_seed(seed), list[float](), list[float]()
+    generator, learned, worth = torch.Generator().manual_seed(seed), list[float](), list[float]()
     policies = list[np.ndarray]()
     for _ in range(STEPS):
-        answers = ask(policy, siblings(torch.zeros(1, dtype=torch.int64), SIBLINGS), made)
-        said, base = answers.tokens_ET[:, 0].numpy(), logp_of(reference, answers)
-        learned.append(float(score[said].mean()))
-        worth.append(float(TRUE[said].mean()))
-        trainer.step(answers, credit_in_full(a, score[said][None], answers, base), base)
+        answers = ask(policy, siblings(torch.zeros(1, dtype=torch.int64), SIBLINGS), generator)
+        responses, reference_logp = answers.tokens_ET[:, 0].numpy(), logp_of(reference, answers)
+        learned.append(float(score[responses].mean()))
+        worth.append(float(TRUE[responses].mean()))
+        trainer.step(answers, credit_in_full(a, score[responses][None], answers, reference_logp), reference_logp)
         policies.append(torch.softmax(policy.table.detach()[0, 0], -1).numpy())
     return policies, learned, worth
 
 
 def agreement(score: np.ndarray) -> float:
-    """Share of the six pairs that the model orders as the truth does."""
+    """Share of the six pairs that the model orders as the truth does; equal scores are no order."""
     pairs = [(i, j) for i in range(4) for j in range(i)]
     return float(np.mean([(score[i] > score[j]) == (TRUE[i] > TRUE[j]) for i, j in pairs]))
 
@@ -87,25 +89,25 @@ def compute(k: lab.Values) -> lab.Readout:
     score, losses = fit(pairs, float(k["eta"]))
     policies, learned, worth = optimise(score, float(k["beta"]), int(k["seed"]))
     steps = list(range(1, STEPS + 1))
-    said = lab.by_rules(
+    messages = lab.by_rules(
         lab.recorded({"rollout/reward": learned, "rollout/truth": worth}),
         Reinforce(name="rl", algorithm=RLOO),
         "reward_without_truth",
     )
     shifted = score - score.mean() + TRUE.mean()  # only differences are learned
-    reward, truly = ([float(p @ x) for p in policies] for x in (shifted, TRUE))
+    learned_mean, true_mean = ([float(p @ x) for p in policies] for x in (shifted, TRUE))
     return lab.Readout(
         pictures=(
             Bars("Score of each response", NAMES, {"true": TRUE.tolist(), "learned": shifted.tolist()}),
             Curve("Loss of the reward model", list(range(60)), {"loss": losses}, low=0),
             Bars("How often the policy gives each response", NAMES,
                  {"at the start": START.tolist(), "trained": policies[-1].tolist()}, low=0, high=1),
-            Curve("The policy's mean score while it trains", steps, {"true": truly, "learned": reward}),
+            Curve("The policy's mean score while it trains", steps, {"true": true_mean, "learned": learned_mean}),
         ),
         sentence=f"From **{k['count']}** comparisons the model orders **{agreement(score):.0%}** of the pairs rightly. "
-        f"Trained on its scores, the policy is truly worth **{truly[-1]:.2f}**; the best response is worth 2.5.",
-        values={"agreement": agreement(score), "loss": losses[-1], "true worth": truly[-1]},
-        says=said,
+        f"Trained on its scores, the policy is truly worth **{true_mean[-1]:.2f}**; the best response is worth 2.5.",
+        values={"agreement": agreement(score), "loss": losses[-1], "true worth": true_mean[-1]},
+        says=messages,
     )  # fmt: skip
 
 
@@ -118,8 +120,8 @@ LESSON = lab.Lesson(
         each response a score; the probability that one is preferred is the sigmoid of the difference. Only differences
         are learned, so adding the same number to all scores changes nothing.
 
-        Then a policy is trained with these scores as rewards. After few comparisons the scores are wrong. A policy that
-        the KL does not hold back (beta near 0) ends at the response whose score is too high, whatever it is worth.
+        Then a policy is trained with these scores as rewards. After few comparisons they may order responses wrongly. A
+        policy that the KL does not hold back (beta near 0) goes where the score is high, whatever it is worth.
     """,
     formula="P(i better than j) = sigmoid(s_i - s_j)          loss = -log sigmoid(s_chosen - s_rejected)",
     knobs=(

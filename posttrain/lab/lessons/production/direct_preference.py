@@ -17,8 +17,8 @@ from posttrain.toy.preference_steps import descend, gap
 from posttrain.web.picture import Bars, Curve
 
 ALGORITHMS = {"DPO": DPO, "IPO": IPO, "SLiC": SLIC}
-SHARED: AnswerPair = ((1, 1, 0), (1, 0))
-APART: AnswerPair = ((0,), (1,))
+SHARED: AnswerPair = ((1, 1, 0), (1, 0))  # `a a #` and `a #`: token 0 is the end, 1 is `a`
+APART: AnswerPair = ((0,), (1,))  # two of four answers that are one token each
 
 
 def policies(shared: bool) -> tuple[TablePolicy, TablePolicy, AnswerPair]:
@@ -31,14 +31,16 @@ def policies(shared: bool) -> tuple[TablePolicy, TablePolicy, AnswerPair]:
 def pair_loss(a: PreferenceAlgorithm, h: float) -> float:
     """The loss of a pair whose implicit gap is h nats."""
     x = torch.tensor([h], dtype=torch.float64)
+    # The links of these three read the margin alone, and not the rewards of the sides: the gap may lie in either.
     return float(link(a.link, Margins(a.beta * x, a.beta * x, 0 * x, a.beta))[0])
 
 
 def probabilities(policy: TablePolicy, pair: AnswerPair) -> tuple[float, float]:
+    """Probability of the chosen answer, and of the rejected one."""
     with torch.no_grad():
-        logp = pair_logp(policy, [pair]).exp()
-    n = len(pair[0])
-    return float(logp[:n].prod()), float(logp[n:].prod())
+        chances = pair_logp(policy, [pair]).exp()
+    first = len(pair[0])
+    return float(chances[:first].prod()), float(chances[first:].prod())
 
 
 def compute(k: lab.Values) -> lab.Readout:
@@ -49,10 +51,10 @@ def compute(k: lab.Values) -> lab.Readout:
     path = descend(a, policy, reference, [pair], steps=steps, lr=float(k["eta"]))
     after = probabilities(policy, pair)
     gaps = np.linspace(-1, 2, 61) / a.beta
-    curves = {n: [pair_loss(replace(x, beta=a.beta), float(h)) for h in gaps] for n, x in ALGORITHMS.items()}
-    # The squared loss of IPO is drawn in units of its value at no gap, so that all fit one axis.
+    curves = {n: [pair_loss(replace(row, beta=a.beta), float(h)) for h in gaps] for n, row in ALGORITHMS.items()}
+    # Each loss is drawn in units of its value at no gap, so that all fit one axis. ys[20] is that value: gaps[20] is 0.
     curves = {n: [y / ys[20] for y in ys] for n, ys in curves.items()}
-    fell = after[0] < before[0] and after[1] < before[1]
+    both_fell = after[0] < before[0] and after[1] < before[1]
     final = gap(policy, reference, pair)
     return lab.Readout(
         pictures=(
@@ -65,7 +67,7 @@ def compute(k: lab.Values) -> lab.Readout:
         ),
         sentence=f"After {steps} steps the gap is **{final:.2f}** nats. The chosen answer went from "
         f"**{before[0]:.3f}** to **{after[0]:.3f}**, the rejected one from **{before[1]:.3f}** to **{after[1]:.3f}**"
-        + (": **both fell**." if fell else "."),
+        + (": **both fell**." if both_fell else "."),
         values={"gap": final, "chosen": after[0], "rejected": after[1]},
     )  # fmt: skip
 
@@ -79,7 +81,7 @@ LESSON = lab.Lesson(
         of an answer is how much its log-prob has risen over the reference's. The loss asks for a large gap between the
         chosen and the rejected answer, and for nothing else. A larger beta is content with a smaller gap.
 
-        Here the chosen answer is `a a #` and the rejected one `a #`, and one softmax gives the token at every place.
+        Where the answers share tokens, `a a #` is chosen over `a #`, and one softmax gives the token at every place.
         The gap grows only if `a` becomes likelier. That takes probability from `#`, which ends both: both fall.
 
         DPO's loss has no minimum where the gap can grow: ten times the steps add a constant to it. IPO's has one, at 1
@@ -108,7 +110,7 @@ IPO: (gap - 1 / (2 beta))^2          SLiC: max(0, 1 - beta * gap)""",
     ),
     exercises=(
         lab.AskNumber("Where is IPO's minimum for beta = 0.25, in nats?", 2.0, why="1 / (2 * 0.25)."),
-        lab.AskKnobs("Raise the chosen answer above its start, 0.0735.", "chosen", 0.12, None, {"shared": False}),
+        lab.AskKnobs("Bring the chosen answer to 0.12; it starts at 0.0735.", "chosen", 0.12, None, {"shared": False}),
         lab.AskChoice("Why can the chosen answer become less likely?",
                       ("The loss reads only the gap", "The reference moves", "beta is too large"), 0,
                       why="Nothing in the loss asks that it rises."),

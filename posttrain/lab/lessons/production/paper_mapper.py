@@ -62,10 +62,10 @@ FAILURES = (
 
 
 def ticks(a: Algorithm) -> tuple[str, ...]:
-    """Returns the boxes that an algorithm would tick."""
-    kind = type(a.baseline).__name__
-    baseline = "Value" if isinstance(a.baseline, Value) else kind
-    ratio = "sequence_mean" if a.ratio.startswith("sequence") else a.ratio
+    """Returns an algorithm's word for each question of `ASKED`. A choice without a box has a word that no box has."""
+    type_name = type(a.baseline).__name__
+    baseline = "Value" if isinstance(a.baseline, Value) else type_name
+    ratio = "sequence_mean" if a.ratio.startswith("sequence") else a.ratio  # ratios of whole answers are one box
     return (
         baseline,
         a.scale,
@@ -78,13 +78,14 @@ def ticks(a: Algorithm) -> tuple[str, ...]:
 
 
 def depth(a: Algorithm) -> int:
+    """Patches between REINFORCE and an algorithm."""
     return 0 if a.parent is None else 1 + depth(a.parent)
 
 
 def nearest(wanted: tuple[str, ...]) -> list[tuple[int, Algorithm]]:
-    """All algorithms by how many ticks differ; of equal ones the one with the shorter lineage first."""
-    found = [(sum(x != y for x, y in zip(wanted, ticks(a), strict=True)), a) for a in LADDER.values()]
-    return sorted(found, key=lambda f: (f[0], depth(f[1]), len(f[1].pieces), f[1].name))
+    """(ticks that differ, algorithm) of all, the nearest first; of equally near ones that with the shorter lineage."""
+    counted = [(sum(x != y for x, y in zip(wanted, ticks(a), strict=True)), a) for a in LADDER.values()]
+    return sorted(counted, key=lambda f: (f[0], depth(f[1]), len(f[1].pieces), f[1].name))
 
 
 def lineage(a: Algorithm) -> list[Algorithm]:
@@ -94,7 +95,8 @@ def lineage(a: Algorithm) -> list[Algorithm]:
 def compute(k: lab.Values) -> lab.Readout:
     wanted = tuple(choices[str(k[name])] for name, _, choices in ASKED)
     order = nearest(wanted)
-    away, best = order[0]
+    differing, best = order[0]
+    # From the algorithm back to the oldest, as each branch holds the one that came of it.
     branch: Branch | None = None
     for a in reversed(lineage(best)):
         changed = ", ".join(sorted(differences(a.parent, a))) if a.parent else "the beginning"
@@ -103,22 +105,22 @@ def compute(k: lab.Values) -> lab.Readout:
         )
     assert branch is not None
     table = [
-        [str(k[name]), {v: words for words, v in choices.items()}.get(own, own)]
-        for (name, _, choices), own in zip(ASKED, ticks(best), strict=True)
+        [str(k[name]), {v: words for words, v in choices.items()}.get(has, has)]
+        for (name, _, choices), has in zip(ASKED, ticks(best), strict=True)
     ]
     return lab.Readout(
         pictures=(
             Matrix("What you ticked, and what it has", ("ticked", best.name), [words for _, words, _ in ASKED],
-                   [[0.0, float(w != o)] for w, o in table], table, low=0, high=1),
+                   [[0.0, float(w != h)] for w, h in table], table, low=0, high=1),
             Bars("The three nearest, by ticks that differ", [a.name for _, a in order[:3]],
                  {"differences": [float(n) for n, _ in order[:3]]}, low=0),
             Tree(f"How {best.name} came to be, a patch at a time", branch),
-            Matrix("Ten ways to fail", ("usual cause", "first remedy"), [f[0] for f in FAILURES],
-                   [[0.0, 0.0]] * len(FAILURES), [list(f[1:]) for f in FAILURES], low=0, high=1),
+            Matrix("Ten ways to fail", ("usual cause", "first remedy"), [row[0] for row in FAILURES],
+                   [[0.0, 0.0]] * len(FAILURES), [list(row[1:]) for row in FAILURES], low=0, high=1),
         ),
-        sentence=f"The nearest algorithm is **{best.name}** ({best.paper}), **{away}** ticks away: "
+        sentence=f"The nearest algorithm is **{best.name}** ({best.paper}), **{differing}** ticks away: "
         f"`posttrain run arithmetic algorithm={best.name}`.",
-        values={"differences": float(away), "steps from REINFORCE": float(depth(best))},
+        values={"differences": float(differing), "steps from REINFORCE": float(depth(best))},
     )  # fmt: skip
 
 

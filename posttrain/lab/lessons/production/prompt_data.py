@@ -10,26 +10,26 @@ from posttrain.ladder.policy_rows import GRPO
 from posttrain.toy.training import credit_by_pattern, mixed
 from posttrain.web.picture import Bars, Curve
 
-PROMPTS, TRIED = 1000, 8
+PROMPTS, TRIED = 1000, 8  # TRIED: tries of each prompt that measure its pass rate
 STAGES = ("source", "legal", "checks", "unique", "rate", "mix", "filter", "reuse")
 HEALTHY = (1.0, 0.98, 0.95, 0.9)
 """Shares that the first four stages keep in a healthy pipeline (our choice: they do not depend on the knobs)."""
 
 
 def shares(strength: float) -> np.ndarray:
-    """The policy's share of right answers for each prompt: difficulties are spread by two logits, and a stronger policy
-    solves more of all of them."""
-    difficulty = np.random.default_rng(7).normal(0, 2, PROMPTS)
+    """The policy's share of right answers for each prompt. Difficulties are spread by two logits, 12 points of strength
+    are one logit, and a policy of strength 50 solves a prompt of mean difficulty half of the time."""
+    difficulty = np.random.default_rng(7).normal(0, 2, PROMPTS)  # fixed, as 3 and 11 below: `seed` draws the steps
     return 1 / (1 + np.exp(difficulty - (strength - 50) / 12))
 
 
 def kept(p: np.ndarray, curation: float) -> np.ndarray:
-    """Returns the prompts that stay: those that eight tries show to be neither always nor never solved are sure to; of
-    the others a share `curation` percent is thrown away."""
-    made = np.random.default_rng(3)
-    tries = made.binomial(TRIED, p)
+    """Whether each prompt stays, bool [P]. All stay of which some of eight tries are right and some are wrong. Of the
+    others `curation` percent are thrown away."""
+    rng = np.random.default_rng(3)
+    tries = rng.binomial(TRIED, p)
     useful = (tries > 0) & (tries < TRIED)
-    return useful | (made.random(PROMPTS) >= curation / 100)
+    return useful | (rng.random(PROMPTS) >= curation / 100)
 
 
 def wasted(strength: float, curation: float, k: int) -> tuple[float, int, float]:
@@ -42,28 +42,30 @@ def wasted(strength: float, curation: float, k: int) -> tuple[float, int, float]
 
 
 def compute(k: lab.Values) -> lab.Readout:
-    strength, curation, count = float(k["strength"]), float(k["curation"]), int(k["K"])
-    waste, left, signal = wasted(strength, curation, count)
+    strength, curation, siblings = float(k["strength"]), float(k["curation"]), int(k["K"])
+    waste, remaining, signal = wasted(strength, curation, siblings)
     p = shares(strength)
     stays = kept(p, curation)
     edges = np.linspace(0, 1, 11)
     before, after = (np.histogram(x, edges)[0].astype(float).tolist() for x in (p, p[stays]))
     flow = [PROMPTS * float(np.prod(HEALTHY[: i + 1])) for i in range(4)]
-    share = left / PROMPTS
+    share = remaining / PROMPTS
+    # The pass rate (`rate`) leaves a share and the mix all of it; then the filter leaves groups with spread.
     flow += [flow[-1] * share] * 2 + [flow[-1] * share * (1 - waste)] * 2
-    made = np.random.default_rng(int(k["seed"]))
+    # What a run of eight steps with 32 of the kept prompts each would record.
+    rng = np.random.default_rng(int(k["seed"]))
     steps: dict[str, list[float]] = {
         n: [] for n in ("rollout/solved", "rollout/reward", "rollout/mixed", "credit/silent")
     }
     for _ in range(8):
-        drawn = made.choice(p[stays], 32)
-        rewards = (made.random((32, count)) < drawn[:, None]).astype(float)
-        spread = float(mixed(rewards).mean())
-        for name, x in zip(steps, (rewards.mean(), rewards.mean(), spread, 1 - spread), strict=True):
+        drawn = rng.choice(p[stays], 32)
+        rewards = (rng.random((32, siblings)) < drawn[:, None]).astype(float)
+        with_spread = float(mixed(rewards).mean())
+        for name, x in zip(steps, (rewards.mean(), rewards.mean(), with_spread, 1 - with_spread), strict=True):
             steps[name].append(float(x))
-    said = lab.by_rules(
+    messages = lab.by_rules(
         lab.recorded({**steps, "rollout/truncated": [0.0] * 8}),
-        Reinforce(name="rl", algorithm=GRPO, siblings=count),
+        Reinforce(name="rl", algorithm=GRPO, siblings=siblings),
         "too_hard",
         "too_easy",
     )
@@ -72,14 +74,14 @@ def compute(k: lab.Values) -> lab.Readout:
             Bars("Prompts by the policy's share of right answers", [f"{x:.1f}" for x in edges[:-1]],
                  {"all": before, "kept": after}),
             Curve("Wasted rollouts, by the strength of the policy", list(range(0, 101, 10)),
-                  {"no curation": [wasted(s, 0, count)[0] for s in range(0, 101, 10)], "as set": [wasted(s, curation,
-                  count)[0] for s in range(0, 101, 10)]}, x_label="strength", low=0, high=1, at=strength),
+                  {"no curation": [wasted(s, 0, siblings)[0] for s in range(0, 101, 10)], "as set": [wasted(s, curation,
+                  siblings)[0] for s in range(0, 101, 10)]}, x_label="strength", low=0, high=1, at=strength),
             Bars("What is left after each of eight stages", STAGES, {"prompts": flow}),
         ),
-        sentence=f"**{left}** of {PROMPTS} prompts are kept. **{waste:.0%}** of the rollouts are in groups without "
-        "spread: they were asked for nothing.",
-        values={"kept": float(left), "wasted": waste, "credit a rollout": signal},
-        says=said,
+        sentence=f"By pass rate **{remaining}** of {PROMPTS} prompts stay. **{waste:.0%}** of the rollouts are in "
+        "groups without spread: they were asked for nothing.",
+        values={"kept": float(remaining), "wasted": waste, "credit a rollout": signal},
+        says=messages,
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ class StepWorld:
     steps: int
     good: float
     wrong: float
-    made: np.random.Generator
+    made: np.random.Generator  # draws whether a step is good, and whether the reward model errs
     said: int = field(default=0)
 
     def goes_on(self, task: Task) -> bool:
@@ -40,16 +40,16 @@ class StepWorld:
 
     async def grown(self, task: Task, ones: list[Beginning], count: int, place: str) -> list[Beginning]:
         """`count` continuations of each beginning by one step."""
-        found: list[Beginning] = []
+        continued: list[Beginning] = []
         for b in ones:
             for _ in range(count):
                 self.said += 1
-                right = self.made.random() < self.good
-                seen = right != (self.made.random() < self.wrong)
-                ids = np.append(b.ids, np.int32(right)).astype(np.int32)
+                step_is_good = self.made.random() < self.good
+                seems_good = step_is_good != (self.made.random() < self.wrong)
+                ids = np.append(b.ids, np.int32(step_is_good)).astype(np.int32)
                 stop = Stop.SAID if len(ids) == self.steps else None
-                found.append(Beginning(ids, (*b.scores, 0.9 if seen else 0.1), stop))
-        return found
+                continued.append(Beginning(ids, (*b.scores, 0.9 if seems_good else 0.1), stop))
+        return continued
 
     async def ended(self, task: Task, ones: list[Beginning]) -> Beginning:
         return max((b for b in ones if b.stop is not None), key=self.worth)
@@ -61,16 +61,17 @@ class StepWorld:
         return ones
 
 
-async def _one(k: lab.Values, made: np.random.Generator) -> tuple[bool, bool, bool, bool]:
-    """Returns for each of four ways whether it finds a right answer of one problem."""
-    world: Any = StepWorld(int(k["steps"]), float(k["good"]), float(k["prm"]), made)
+async def _solved_by_each_way(k: lab.Values, rng: np.random.Generator) -> tuple[bool, bool, bool, bool]:
+    """Returns for each of `WAYS` whether it finds a right answer of one problem."""
+    world: Any = StepWorld(int(k["steps"]), float(k["good"]), float(k["prm"]), rng)  # in place of a `StepSearch`
     n, width = int(k["N"]), min(int(k["beam"]), int(k["N"]))
     answers = await world.whole(n)
     right = [bool(b.ids.all()) for b in answers]
-    orm = [float(r != (made.random() < float(k["orm"]))) + 1e-6 * made.random() for r in right]
+    # 1 for an answer that the outcome model takes to be right, else 0. A little noise decides between equal scores.
+    orm = [float(r != (rng.random() < float(k["orm"]))) + 1e-6 * rng.random() for r in right]
     prm = [world.worth(b) for b in answers]
-    found = await beam(world, TASK, width=width, expand=max(1, n // width), steps=int(k["steps"]))
-    return right[0], right[best(orm)], right[best(prm)], bool(found.ids.all())
+    from_beam = await beam(world, TASK, width=width, expand=max(1, n // width), steps=int(k["steps"]))
+    return right[0], right[best(orm)], right[best(prm)], bool(from_beam.ids.all())
 
 
 @cache
@@ -81,8 +82,8 @@ def rates(
     k = {"steps": steps, "good": good, "N": n, "beam": width, "orm": orm, "prm": prm}
 
     async def every() -> np.ndarray:
-        made = np.random.default_rng(seed)
-        return np.array([await _one(k, made) for _ in range(trials)], float)
+        rng = np.random.default_rng(seed)
+        return np.array([await _solved_by_each_way(k, rng) for _ in range(trials)], float)
 
     return tuple(asyncio.run(every()).mean(0).tolist())
 
@@ -91,49 +92,50 @@ WAYS = ("one answer", "best of N, outcome", "best of N, process", "beam, process
 
 
 def tree(c: float, seed: int) -> tuple[Branch, float]:
-    """(a tree of 12 visits by UCB, the share of visits of the most visited first step): four first steps that lead to
-    a right answer with probabilities .2 .4 .6 .8."""
-    made, chance = np.random.default_rng(seed), (0.2, 0.4, 0.6, 0.8)
+    """(a tree of 24 visits, the share of visits of the most visited first step). Four first steps lead to a right
+    answer with probabilities .2 .4 .6 .8; each is tried once, and 20 times UCB chooses."""
+    rng, chance = np.random.default_rng(seed), (0.2, 0.4, 0.6, 0.8)
     root = TreeNode(Beginning(np.zeros(0, np.int32)))
     root.children = [TreeNode(Beginning(np.array([i], np.int32)), root) for i in range(4)]
     for child, p in zip(root.children, chance, strict=True):
-        child.back_up(float(made.random() < p))
+        child.back_up(float(rng.random() < p))
     for _ in range(20):
         child = root.chosen(c, "ucb")
-        child.back_up(float(made.random() < chance[int(child.beginning.ids[0])]))
-    most = max(root.children, key=lambda x: x.visits)
+        child.back_up(float(rng.random() < chance[int(child.beginning.ids[0])]))
+    most_visited = max(root.children, key=lambda x: x.visits)
     rows = [
-        Branch(f"{p}: {x.visits} visits,", "good" if x is most else "plain", x.value)
+        Branch(f"{p}: {x.visits} visits,", "good" if x is most_visited else "plain", x.value)
         for i, (x, p) in enumerate(zip(root.children, chance, strict=True))
     ]
-    return Branch(f"{root.visits} visits, mean", "plain", root.value, rows), most.visits / root.visits
+    return Branch(f"{root.visits} visits, mean", "plain", root.value, rows), most_visited.visits / root.visits
 
 
 def compute(k: lab.Values) -> lab.Readout:
     arguments = (float(k["good"]), int(k["N"]), int(k["beam"]), float(k["orm"]), float(k["prm"]), 100, int(k["seed"]))
-    found = rates(int(k["steps"]), *arguments)
-    drawn, share = tree(float(k["c"]), int(k["seed"]))
-    first = int(np.argmax(found))
+    solved = rates(int(k["steps"]), *arguments)
+    branches, visit_share = tree(float(k["c"]), int(k["seed"]))
+    best_way = int(np.argmax(solved))
     return lab.Readout(
         pictures=(
-            Bars("Problems solved, all but the first at N answers' cost", WAYS, {"solved": list(found)}, low=0, high=1),
-            Tree("UCB: each first step's true chance, its visits, the mean found", drawn),
+            Bars("Problems solved; the first at the cost of one answer, the others at that of N at most", WAYS,
+                 {"solved": list(solved)}, low=0, high=1),
+            Tree("UCB: each first step's true chance, its visits, the mean found", branches),
         ),
-        sentence=f"One answer solves **{found[0]:.0%}**. "
-        f"**{WAYS[first]}** is the best of the four with **{found[first]:.0%}**.",
+        sentence=f"One answer solves **{solved[0]:.0%}**. "
+        f"None of the four solves more than **{WAYS[best_way]}**: **{solved[best_way]:.0%}**.",
         values={
-            "one answer": found[0],
-            "outcome": found[1],
-            "process": found[2],
-            "beam": found[3],
-            "most visited": share,
+            "one answer": solved[0],
+            "outcome": solved[1],
+            "process": solved[2],
+            "beam": solved[3],
+            "most visited": visit_share,
         },
     )  # fmt: skip
 
 
 LESSON = lab.Lesson(
     number="17", name="search", title="Outcome, process, and search", part="production", force="signal", minutes=8,
-    question="With sixteen answers' worth of compute, is it better to judge answers or steps?",
+    question="With the compute of N answers, is it better to judge answers or steps?",
     idea="""
         An outcome reward model (ORM) scores whole answers. A process reward model (PRM) scores each step. Best of N
         samples N answers and gives the one with the best score. A beam keeps the best beginnings after every step, so

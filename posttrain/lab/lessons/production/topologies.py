@@ -13,48 +13,51 @@ STEPS = 3
 
 
 def times(k: lab.Values) -> Times:
-    return Times(float(k["rollout"]), 0.0, 0.0, float(k["learn"]), float(k["sync"]))
+    return Times(float(k["rollout"]), 0.0, 0.0, float(k["learn"]), float(k["sync"]))  # 0: no verdicts, no reference
 
 
 def lanes(t: Times, way: str) -> dict[str, list[tuple[float, float, str, str]]]:
-    """When engines sample, the learner learns and weights are sent, over the first steps."""
-    out: dict[str, list[tuple[float, float, str, str]]] = {"engines": [], "learner": [], "weights": []}
-    at, pace = 0.0, t.step("asynchronous")
+    """When engines sample, the learner learns and weights are sent, over the first steps: the spans of a `Gantt`."""
+    spans: dict[str, list[tuple[float, float, str, str]]] = {"engines": [], "learner": [], "weights": []}
+    next_begin, pace = 0.0, t.step("asynchronous")
+    # In turn a step begins when the one before has sent its weights. At once both sides begin every `pace` seconds: the
+    # learner works on what was sampled in the pace before.
     for s in range(1, STEPS + 1):
-        begun = at if way != "asynchronous" else (s - 1) * pace
+        begun = next_begin if way != "asynchronous" else (s - 1) * pace
         sampled = begun + t.rollout
         learns = sampled if way != "asynchronous" else s * pace
-        out["engines"].append((begun, sampled, f"{s}", "one"))
-        out["learner"].append((learns, learns + t.learn, f"{s}", "two"))
+        spans["engines"].append((begun, sampled, f"{s}", "one"))
+        spans["learner"].append((learns, learns + t.learn, f"{s}", "two"))
         sent = learns + t.learn
-        out["weights"].append((sent, sent + t.sync, f"{s}", "three"))
-        at = sent + t.sync
-    return out
+        spans["weights"].append((sent, sent + t.sync, f"{s}", "three"))
+        next_begin = sent + t.sync
+    return spans
 
 
 def compute(k: lab.Values) -> lab.Readout:
     t = times(k)
-    each = {w: t.step(w) for w in WAYS}
-    now = str(k["way"])
-    step = each[now]
+    seconds = {w: t.step(w) for w in WAYS}
+    way = str(k["way"])
+    step = seconds[way]
     idle = {"engines": 1 - t.rollout / step, "learner": 1 - t.learn / step}
-    idle = dict.fromkeys(idle, t.sync / step) if now == "colocated" else idle
-    said = {"colocated": "All devices sample, then all learn: nobody waits, and both need room for both.",
+    # Colocated, the same devices do both, so they wait only while weights are sent.
+    idle = dict.fromkeys(idle, t.sync / step) if way == "colocated" else idle
+    words = {"colocated": "All devices sample, then all learn. They wait only for the weights, and need room for both.",
             "disaggregated": "Engines and learner have devices of their own and take turns: each waits for the other.",
-            "asynchronous": "Both work at once, and samples are one step older."}[now]  # fmt: skip
+            "asynchronous": "Both work at once, and samples are one step older."}[way]  # fmt: skip
     return lab.Readout(
         pictures=(
-            Gantt(f"The first {STEPS} steps, {now}", lanes(t, now)),  # pyright: ignore[reportArgumentType]
-            Bars("Steps an hour", WAYS, {"steps": [3600 / s for s in each.values()]}, low=0),
+            Gantt(f"The first {STEPS} steps, {way}", lanes(t, way)),  # pyright: ignore[reportArgumentType]
+            Bars("Steps an hour", WAYS, {"steps": [3600 / s for s in seconds.values()]}, low=0),
             Bars("Share of a step in which the devices of a role wait", list(idle), {"waits": list(idle.values())},
                  low=0, high=1),
         ),
-        sentence=f"{said} A step takes **{step:.0f} s**, that is **{3600 / step:.0f}** an hour; asynchronous it would "
-        f"take {each['asynchronous']:.0f} s, the longer of {t.rollout:.0f} and {t.learn:.0f} and the sync.",
+        sentence=f"{words} A step takes **{step:.0f} s**, that is **{3600 / step:.0f}** an hour; asynchronous it "
+        f"takes {seconds['asynchronous']:.0f} s, the longer of {t.rollout:.0f} and {t.learn:.0f}, and the sync.",
         values={"steps an hour": 3600 / step, "seconds of a step": step, "engines wait": idle["engines"],
                 "learner waits": idle["learner"]},
         says=lab.refusal(lambda: Reinforce(name="rl", algorithm=GRPO, staleness=0, unfinished="pause"), "staleness=0")
-        if now != "asynchronous" and k["unfinished"] == "pause" else (),
+        if way != "asynchronous" and k["unfinished"] == "pause" else (),
     )  # fmt: skip
 
 
@@ -65,10 +68,11 @@ LESSON = lab.Lesson(
         A step samples answers, learns from them, and sends the new weights to the engines. There are three ways to
         place this.
 
-        *Colocated*: the same devices do one after the other. Nobody waits, but memory must hold what both need, and
-        everything adds up. *Disaggregated*: engines and learner have devices of their own. Each fits its work, and each
-        waits while the other one works. *Asynchronous*: the engines go on while the learner learns. A step then takes
-        as long as the slower of the two, and samples come from weights that are one step older.
+        *Colocated*: the same devices do one after the other. They wait only while weights are sent, but memory must
+        hold what both need, and everything adds up. *Disaggregated*: engines and learner have devices of their own.
+        Each fits its work, and each waits while the other one works. *Asynchronous*: the engines go on while the
+        learner learns. A step then takes as long as the slower of the two and the sending, and samples come from
+        weights that are one step older.
 
         Overlap hides only the shorter side. Where sampling is nearly everything, it brings nearly nothing.
     """,
@@ -83,7 +87,7 @@ LESSON = lab.Lesson(
     compute=compute,
     breaks=(
         lab.Break({"way": "asynchronous", "rollout": 100, "learn": 5},
-                  "Sampling is nearly everything: at once is as slow as in turn, and the learner waits.", None,
+                  "Sampling is nearly everything: at once is nearly as slow as in turn, and the learner waits.", None,
                   "overlap brings nothing"),
         lab.Break({"way": "disaggregated", "unfinished": "pause"},
                   "Answers can only be paused while somebody else works: in turn every answer has ended.",

@@ -18,6 +18,7 @@ def times(k: lab.Values) -> Times:
 
 
 def word(name: str) -> str:
+    """The knob of an optimisation."""
     return name.replace(" ", "_")
 
 
@@ -32,30 +33,30 @@ def faster(now: Times, chosen: Collection[str], overlap: bool = False) -> float:
 
 def order(now: Times) -> list[tuple[str, float]]:
     """The optimisations with the seconds of a step after each, each time the one that saves most after those before."""
-    made: dict[str, float] = {}
-    while left := [n for n in OPTIMISATIONS if n not in made]:
-        # What is worth doing next depends on what was done: a role that became short is no longer the bottleneck.
-        best = min(left, key=lambda n: faster(now, [*made, n]))
-        made[best] = faster(now, [*made, best])
-    return list(made.items())
+    taken: dict[str, float] = {}
+    while left := [n for n in OPTIMISATIONS if n not in taken]:
+        # What is worth doing next depends on what was done: in a role that became short little is left to save.
+        best = min(left, key=lambda n: faster(now, [*taken, n]))
+        taken[best] = faster(now, [*taken, best])
+    return list(taken.items())
 
 
 def compute(k: lab.Values) -> lab.Readout:
     now = times(k)
     chosen = [n for n in OPTIMISATIONS if k[word(n)]]
     step = faster(now, chosen, bool(k[OVERLAP]))
-    first = order(now)
+    best = order(now)
     alone = {n: now.total - faster(now, [n]) for n in OPTIMISATIONS}
     return lab.Readout(
         pictures=(
             Bars("One step, seconds by role", ROLES, {"seconds": [getattr(now, r) for r in ROLES]}, low=0),
             Bars("What each saves alone, s", list(alone), {"seconds": list(alone.values())}, low=0),
-            Bars("In the best order: seconds that are left", [n for n, _ in first], {"seconds": [s for _, s in first]},
+            Bars("In the best order: seconds that are left", [n for n, _ in best], {"seconds": [s for _, s in best]},
                  low=0),
         ),
-        sentence=f"The step takes **{now.total:.0f} s**, most of it **{now.slowest}**. With what you chose it takes "
-        f"**{step:.1f} s**, {now.total / step:.2f} times as fast. Make first: **{first[0][0]}** "
-        f"({OPTIMISATIONS[first[0][0]].says}), then **{first[1][0]}**.",
+        sentence=f"The step takes **{now.total:.0f} s**, the longest part is **{now.slowest}**. With your choice "
+        f"it takes **{step:.1f} s**, {now.total / step:.2f} times as fast. Make first: **{best[0][0]}** "
+        f"({OPTIMISATIONS[best[0][0]].says}), then **{best[1][0]}**.",
         values={"seconds": step, "times as fast": now.total / step, "chosen": float(len(chosen) + k[OVERLAP])},
     )  # fmt: skip
 
@@ -69,7 +70,7 @@ LESSON = lab.Lesson(
         faster. If the role is a tenth of the step, even making it free saves a tenth.
 
         So the order depends on the run. Sampling is most of a usual step, so what serves siblings together comes
-        first. After that another role is the longest, and the order changes: choose again after each change.
+        first. After some changes another role is the longest, and the order changes: choose again after each.
 
         To *overlap* is different. It makes nothing faster; roles work at once, and the longer one counts. Where one
         role is most of the step, that hides little.

@@ -44,6 +44,7 @@ BUGS = {
     "clip never acts": "clip_never_acts",
 }
 REWARDS, LENGTHS, LONGEST = ((1.0, 1.0, 1.0, 0.0), (1.0, 0.0, 0.0, 0.0)), (3, 5, 2, 4), 20
+"""Rewards of the answers to each of two prompts, tokens of each answer, and the most tokens of an answer."""
 STAGE = Reinforce(name="rl")
 DEVICES, EACH, GB, DAYS = 64, 8, 80, 7
 """The run of the whiteboard: 70 B parameters, so many H100 of so many GB, of which `EACH` make an engine; days."""
@@ -51,16 +52,16 @@ DEVICES, EACH, GB, DAYS = 64, 8, 80, 7
 
 def step_of(seed: int) -> tuple[list[ScoredGroup], np.ndarray]:
     """(two groups of four answers, by how much the learner has moved from each sampled token)."""
-    made = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     groups = list[ScoredGroup]()
     for p, rewards in enumerate(REWARDS):
         plain = list[PlainEpisode]()
         for reward, n in zip(rewards, LENGTHS, strict=True):
-            mu = made.uniform(-2.5, -1, n)
-            ids = made.integers(1, 9, n).astype(np.int32)
-            plain.append(PlainEpisode(reward, [[n]], mu, start=mu, reference=mu + made.normal(0, 0.3, n), ids=ids))
+            mu = rng.uniform(-2.5, -1, n)
+            ids = rng.integers(1, 9, n).astype(np.int32)
+            plain.append(PlainEpisode(reward, [[n]], mu, start=mu, reference=mu + rng.normal(0, 0.3, n), ids=ids))
         groups.append(scored_group(f"prompt {'AB'[p]}", plain))
-    return groups, made.normal(0, 0.25, 2 * sum(LENGTHS))
+    return groups, rng.normal(0, 0.25, 2 * sum(LENGTHS))
 
 
 def packed(groups: list[ScoredGroup]) -> Batch:
@@ -72,7 +73,7 @@ def packed(groups: list[ScoredGroup]) -> Batch:
 
 
 def push(batch: Batch, moved: np.ndarray) -> np.ndarray:
-    """By how much the loss raises the log-prob of each token."""
+    """By how much a step down the loss raises the log-prob of each token, which has `moved` since it was sampled."""
     with torch.enable_grad():
         logp = torch.tensor(batch[MU] + moved, dtype=torch.float32, requires_grad=True)
         PolicyLoss(GRPO).terms(batch, TokenScores(logp, None, None)).loss.backward()
@@ -81,7 +82,7 @@ def push(batch: Batch, moved: np.ndarray) -> np.ndarray:
 
 
 def audit(groups: list[ScoredGroup], batch: Batch) -> None:
-    """Credit and weights of the minibatch, computed a second way."""
+    """Compute credit and weights of the minibatch a second way. Raises where they differ."""
     expected = expected_credit(GRPO, groups, max_tokens=LONGEST, ema=0.0)
     assert expected is not None
     StepCreditAudit(GRPO, expected, 1, LONGEST).check(batch)
@@ -95,44 +96,45 @@ def whiteboard(sample: int, ahead: int) -> tuple[dict[str, float], LoopOutcome]:
                 samples_answers=True, vllm=True, slots=512, engines=sample // EACH, ranks=DEVICES - sample,
                 staleness=ahead)  # fmt: skip
     timed, learner = throughput(work, machine(f"{DEVICES}xH100"), workers=EACH), places(work)[0]
-    held = max(learner.total(i) for i in INSTANTS if i != "sync")  # what is sent lies in the host's memory
+    learner_device = max(learner.total(i) for i in INSTANTS if i != "sync")  # what is sent lies in the host's memory
     cache_of_all = work.slots * work.lengths.answer * work.shape.cache_bytes(2)
-    each = work.shape.parameters * 2 / EACH + cache_of_all / EACH
-    return {"learner": held / 1e9, "engine": each / 1e9}, simulate(loop_of(timed), 6)
+    engine_device = work.shape.parameters * 2 / EACH + cache_of_all / EACH
+    return {"learner": learner_device / 1e9, "engine": engine_device / 1e9}, simulate(loop_of(timed), 6)
 
 
 def compute(k: lab.Values) -> lab.Readout:
     name, (groups, moved) = BUGS[str(k["bug"])], step_of(int(k["seed"]))
     sound = packed(groups)
-    right = push(sound, moved)
+    clean = push(sound, moved)
     with planted(name):
         batch = packed(groups)
-        found = push(batch, moved)
+        buggy = push(batch, moved)
         says = lab.refusal(partial(agrees_on_synthetic_batch, GRPO), "agrees_on_synthetic_batch") + lab.refusal(
             partial(audit, groups, batch), "StepCreditAudit"
         )
     labels = [f"{'AB'[i // 4]}{i % 4 + 1}: {r:g}" for i, r in enumerate(r for group in REWARDS for r in group)]
-    starts = np.cumsum([0, *LENGTHS, *LENGTHS])[:-1]
+    starts = np.cumsum([0, *LENGTHS, *LENGTHS])[:-1]  # the first token of each answer
     credit = {"right": sound[ADVANTAGE][starts].tolist(), "found": batch[ADVANTAGE][starts].tolist()}
-    wrong_tokens = int((np.abs(found - right) > 1e-6).sum())
-    what = FAULTS[name].what if name else "no bug is planted"
+    wrong_tokens = int((np.abs(buggy - clean) > 1e-6).sum())
+    defect = FAULTS[name].what if name else "no bug is planted"
     memory, loop = whiteboard(sample := EACH * int(k["engines"]), int(k["ahead"]))
     fits = memory["learner"] <= GB
-    steps = fits * DAYS * 86400 / loop.step
+    steps = fits * DAYS * 86400 / loop.step  # none where it does not fit
+    # `idle` begins with the learner and the engines; its judges are left out.
     return lab.Readout(
         pictures=(
             Bars("Credit of the first token of each answer (prompt, answer: reward)", labels, credit),
             Bars("What the loss does to each answer's log-prob", labels,
-                 {"right": np.add.reduceat(right, starts).tolist(), "found": np.add.reduceat(found, starts).tolist()}),
+                 {"right": np.add.reduceat(clean, starts).tolist(), "found": np.add.reduceat(buggy, starts).tolist()}),
             Bars(f"Whiteboard: 70 B on {DEVICES} H100, share of {GB} GB and of the time",
                  ["memory, learner", "memory, engine", "learner waits", "engines wait"],
                  {"share": [memory["learner"] / GB, memory["engine"] / GB, *list(loop.idle.values())[:2]]}, low=0),
         ),
-        sentence=f"Planted: {what}. **{wrong_tokens}** of {len(right)} tokens get another gradient than they should"
+        sentence=f"Planted: {defect}. **{wrong_tokens}** of {len(clean)} tokens get another gradient than they should"
         + (f"; **{len(says)}** of two checks speak." if name else ", and both checks are silent.")
         + f" Whiteboard: {sample} devices sample and {DEVICES - sample} learn, each of these holds "
-        f"{memory['learner']:.0f} GB: it {'fits' if fits else '**does not fit**'}. A step takes **{loop.step:.0f} s**, "
-        f"{DAYS} days are **{steps:,.0f}** steps, and tokens are {loop.behind:.1f} steps old.",
+        f"{memory['learner']:.0f} GB: it {'fits' if fits else '**does not fit**'}. Where it fits a step takes "
+        f"**{loop.step:.0f} s**; {DAYS} days are **{steps:,.0f}** steps, and tokens are {loop.behind:.1f} steps old.",
         values={"tokens with a wrong gradient": float(wrong_tokens), "checks that speak": float(len(says)),
                 "steps in 7 days": steps, "learner waits": loop.idle["learner"], "engines wait": loop.idle["engines"]},
         says=says,
@@ -167,15 +169,16 @@ LESSON = lab.Lesson(
     breaks=(
         lab.Break({"bug": "sign flipped"}, "Right answers become less likely, and wrong ones more.",
                   "agrees_on_synthetic_batch", "sign flipped"),
-        lab.Break({"bug": "standard deviation over G"}, "All credit is too large by a constant: it looks like another "
-              "learning rate.", "StepCreditAudit", "std over G"),
+        lab.Break({"bug": "standard deviation over G"}, "All credit is too large by a constant factor: it looks like "
+                  "another learning rate.", "StepCreditAudit", "std over G"),
         lab.Break({"bug": "groups mixed up"}, "Answers are compared with those to another prompt.",
                   "StepCreditAudit", "groups mixed up"),
         lab.Break({"bug": "credit one token late"},
                   "The first token of an answer gets the credit of the answer before it.", "StepCreditAudit",
                   "credit late"),
-        lab.Break({"bug": "KL reversed"}, "The pull to the reference becomes a push away from it.",
-                  "agrees_on_synthetic_batch", "KL reversed"),
+        lab.Break({"bug": "KL reversed"},
+                  "The pull to the reference is that of the other KL: too strong on tokens that became likelier, too "
+                  "weak on others.", "agrees_on_synthetic_batch", "KL reversed"),
         lab.Break({"bug": "old log-prob recomputed"},
                   "Every ratio is 1: the clip never acts, far tokens count as near.", "agrees_on_synthetic_batch",
                   "old log-prob recomputed"),

@@ -21,7 +21,7 @@ class UntaughtSubject:
     needs: str
     """The page to read first."""
     days: int
-    """Days that building it took, by our own judgement: 1 small, 5 large."""
+    """Effort of building it, by our own judgement, from 1 (small) to 5 (large)."""
     code: str
     """Where it runs here; '' where it does not."""
     docs: str
@@ -64,24 +64,24 @@ BY_NAME = {g.name: g for g in GAPS}
 
 def compute(k: lab.Values) -> lab.Readout:
     chosen = BY_NAME[str(k["gap"])]
-    same = [g for g in GAPS if g.force == chosen.force]
-    there = [[float(g.role == role) for role in ROLES] for g in GAPS]
+    alike = [g for g in GAPS if g.force == chosen.force]
+    in_role = [[float(g.role == role) for role in ROLES] for g in GAPS]
     words = [
         ["here" if g.role == role and bool(g.code) else "not built" if g.role == role else "" for role in ROLES]
         for g in GAPS
     ]
     tone: Tone = "good" if bool(chosen.code) else "bad"
-    where = chosen.code.removeprefix("posttrain.") or "not built here"
+    where = chosen.code.removeprefix("posttrain.") or "not built"
     return lab.Readout(
         pictures=(
             Tiles("The gap you chose",
                   {"": [TextTile(chosen.name, tone), TextTile(f"role: {chosen.role}"),
                   TextTile(f"force: {chosen.force}"), TextTile(f"read page {chosen.needs} first")]},
                   {"good": "runs here", "bad": "does not"}),
-            Matrix("Every gap, by the role it belongs to", ROLES, NAMES, there, words, low=0, high=1,
+            Matrix("Every gap, by the role it belongs to", ROLES, NAMES, in_role, words, low=0, high=1,
                    chosen=(NAMES.index(chosen.name), ROLES.index(chosen.role))),
-            Bars(f"Effort of the gaps of {chosen.force}, 1 small to 5 large (our judgement)", [g.name for g in same],
-                 {"effort": [float(g.days) for g in same]}, low=0, high=5),
+            Bars(f"Effort of the gaps of {chosen.force}, 1 small to 5 large (our judgement)", [g.name for g in alike],
+                 {"effort": [float(g.days) for g in alike]}, low=0, high=5),
         ),
         sentence=f"**{chosen.name}** belongs to the **{chosen.role}** and moves **{chosen.force}**. Here it is "
         f"`{where}`" + (f", explained in `docs/{chosen.docs}`." if chosen.docs else "."),

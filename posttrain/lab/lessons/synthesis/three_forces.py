@@ -10,23 +10,24 @@ AXES = ("signal", "estimator", "cost")
 
 
 def distances(*asked: float) -> list[float]:
-    """How far each cell lies from a case on the three axes. They have one scale, so none weighs more."""
+    """How far each cell lies from a case (signal, estimator, cost). The axes have one scale, so none weighs more."""
     return [sum((a - b) ** 2 for a, b in zip(c.at, asked, strict=True)) ** 0.5 for c in CELLS]
 
 
 def nearest_cell(*asked: float) -> Cell:
+    """The cell that is nearest to a case; the first of equally near ones."""
     away = distances(*asked)
     return CELLS[away.index(min(away))]
 
 
 def compute(k: lab.Values) -> lab.Readout:
     asked = tuple(float(k[a]) for a in AXES)
-    found, away = nearest_cell(*asked), distances(*asked)
+    cell, away = nearest_cell(*asked), distances(*asked)
     rows = {
         c.recipe: [
-            TextTile(c.reward, "good" if c is found else "plain"),
-            TextTile(c.algorithm, "good" if c is found else "plain"),
-            TextTile(c.topology, "good" if c is found else "plain"),
+            TextTile(c.reward, "good" if c is cell else "plain"),
+            TextTile(c.algorithm, "good" if c is cell else "plain"),
+            TextTile(c.topology, "good" if c is cell else "plain"),
         ]
         for c in CELLS
     }
@@ -36,9 +37,9 @@ def compute(k: lab.Values) -> lab.Readout:
             Bars("How far your case lies from each", [c.recipe.split()[0].strip(",") for c in CELLS],
                  {"distance": away}, low=0),
         ),
-        sentence=f"**{found.signal}; {found.estimator}; {found.cost}**: reward from {found.reward}, algorithm "
-        f"**{found.algorithm}**, {found.topology}, as {found.recipe}. Because {found.why}. Here: `{found.command}`.",
-        values={"recipe": float(CELLS.index(found) + 1), "distance": min(away)},
+        sentence=f"**{cell.signal}; {cell.estimator}; {cell.cost}**: reward from {cell.reward}, algorithm "
+        f"**{cell.algorithm}**, {cell.topology}, as {cell.recipe}. Because {cell.why}. Here: `{cell.command}`.",
+        values={"recipe": float(CELLS.index(cell) + 1), "distance": min(away)},
     )  # fmt: skip
 
 
