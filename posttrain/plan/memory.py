@@ -253,7 +253,7 @@ def _passes(work: Work) -> Iterator[Term]:
     else:
         yield _small("last layer of the backward", one_layer, formula, ("gradients",))
     in_backward = n * activations.backward(work)
-    yield _small("gradients of activations", in_backward, f"2 f + 2 h numbers x {n_text}", ("backward", "gradients"))
+    yield _small("gradients of activations", in_backward, f"f + h numbers x {n_text}", ("backward", "gradients"))
     scored = min(activations.SCORE_TOKENS, work.minibatch_tokens * work.minibatches)
     if work.samples_answers:
         yield _small("pass without gradient", scored * activations.scoring(work), f"{scored:,.0f} tokens", ("scoring",))

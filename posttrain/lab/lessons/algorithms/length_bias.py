@@ -34,7 +34,7 @@ def compute(k: lab.Values) -> lab.Readout:
     short, long = int(k["short"]), int(k["long"])
     rewards = (1.0, 0.0) if k["wrong"] == "the long one" else (0.0, 1.0)
     pushes = {rule: token_push(rule, (short, long), rewards) for rule in RULES}
-    lengths = [10, 20, 40, 80, 120, 160, 200]
+    lengths = [n for n in (10, 20, 40, 80, 120, 160, 200) if n >= short]
     by_length = {rule: [abs(against(token_push(rule, (short, n), rewards))[1]) for n in lengths] for rule in RULES}
     short_over_long = 1 / abs(against(pushes[str(k["rule"])])[1])
     return lab.Readout(
@@ -65,7 +65,7 @@ LESSON = lab.Lesson(
 E answers, P prompts, |y| tokens of an answer, L_max the largest length""",
     knobs=(
         lab.Slider("short", "tokens of the short answer", 10, 5, 100),
-        lab.Slider("long", "tokens of the long answer", 200, 10, 200),
+        lab.Slider("long", "tokens of the long answer", 200, 100, 200),
         lab.Options("wrong", "which one is wrong", "the long one", ("the long one", "the short one")),
         lab.Options("rule", "aggregation", "constant (Dr.GRPO)", tuple(RULES)),
     ),

@@ -51,12 +51,10 @@ def compute(k: lab.Values) -> lab.Readout:
     )  # fmt: skip
 
 
-def of_layers(bytes_each: float = 0.0) -> float:
-    """GB that 4 sequences of 8,192 tokens keep in a model of 7 B: by the layers of Qwen2.5-7B, or with
-    `bytes_each` for each of 4,096 numbers of the hidden state in each of 32 layers."""
+def of_layers() -> float:
+    """GB that 4 sequences of 8,192 tokens keep in a model of 7 B, by the layers of Qwen2.5-7B."""
     setting = work({"model": "Qwen2.5-7B", "length": 8192, "batch": 4, "again": "none", "devices": 1})
-    bytes_a_token = bytes_each * 4096 * 32 if bytes_each else activations.kept(setting)
-    return bytes_a_token * 4 * 8192 / 1e9
+    return activations.kept(setting) * 4 * 8192 / 1e9
 
 
 LESSON = lab.Lesson(

@@ -48,7 +48,7 @@ def drift(recompute: bool, seed: int) -> tuple[list[float], tuple[lab.Speech, ..
             optimizer.step()
             kl_by_update.append(gauges["policy/kl_start"].mean)
         kl_by_step.append(float(np.mean(kl_by_update)))
-        shown = kl_by_update if credit.any() else shown  # a silent group moves nothing
+        shown = kl_by_update if credit.any() or not shown else shown  # a silent group moves nothing
         credit_sizes.append(float(np.abs(credit).mean()))
     steps = {"policy/kl_start": kl_by_step, "optim/steps": [float(UPDATES)] * STEPS,
              "credit/advantage_abs": credit_sizes}  # fmt: skip

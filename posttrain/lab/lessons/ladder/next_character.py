@@ -64,11 +64,6 @@ def compute(k: lab.Values) -> lab.Readout:
     )  # fmt: skip
 
 
-def entropy_of(letter: str) -> float:
-    p = taught()[LETTERS.index(letter)].exp().numpy()
-    return float(-(p * np.log(p)).sum())
-
-
 LESSON = lab.Lesson(
     number="L2", name="sampling", title="The next token, and temperature", part="the ladder", force="cost", minutes=5,
     question="The model gives every token a probability: how is one of them chosen?",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -24,13 +24,12 @@ TASK = Task("a", "?")
 class StepWorld:
     """Answers of some steps, each good with one probability; an answer is right where all are good. A process reward
     model says of each step whether it is good, and is wrong with a probability. It stands where the search over a
-    model's steps stands (`posttrain.search.step_sampling.StepSearch`), and counts the steps that were said."""
+    model's steps stands (`posttrain.search.step_sampling.StepSearch`)."""
 
     steps: int
     good: float
     wrong: float
     made: np.random.Generator  # draws whether a step is good, and whether the reward model errs
-    said: int = field(default=0)
 
     def goes_on(self, task: Task) -> bool:
         return True
@@ -43,7 +42,6 @@ class StepWorld:
         continued: list[Beginning] = []
         for b in ones:
             for _ in range(count):
-                self.said += 1
                 step_is_good = self.made.random() < self.good
                 seems_good = step_is_good != (self.made.random() < self.wrong)
                 ids = np.append(b.ids, np.int32(step_is_good)).astype(np.int32)

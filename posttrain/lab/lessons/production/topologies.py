@@ -28,7 +28,8 @@ def lanes(t: Times, way: str) -> dict[str, list[tuple[float, float, str, str]]]:
         learns = sampled if way != "asynchronous" else s * pace
         spans["engines"].append((begun, sampled, f"{s}", "one"))
         spans["learner"].append((learns, learns + t.learn, f"{s}", "two"))
-        sent = learns + t.learn
+        # Weights are sent when the slower side has ended.
+        sent = learns + (t.learn if way != "asynchronous" else max(t.rollout, t.learn))
         spans["weights"].append((sent, sent + t.sync, f"{s}", "three"))
         next_begin = sent + t.sync
     return spans
