@@ -39,7 +39,7 @@ def compute(k: lab.Values) -> lab.Readout:
     sentence = (
         f"All rewards are equal, so the group is **silent**: credit is 0, and pushes no token. Mean **{mean:.3g}**."
         if silent
-        else f"Mean **{mean:.3g}**, std **{std:.3g}**: none is pushed up more than {best}, by "
+        else f"Mean **{mean:.3g}**, std **{std:.3g}**: the largest push up, of {best}, is "
         f"**{credits.max():+.3g}** a token."
     )
     return lab.Readout(
