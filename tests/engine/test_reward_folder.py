@@ -19,6 +19,7 @@ from posttrain.engine.files.reward_folder import pad_of, read_reward_model, writ
 from posttrain.engine.head.value_heads import RewardHead
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.model.policy_model import Policy
+from posttrain.report.export.export_reward import sequences
 from posttrain.system.errors import ConfigError, DataError
 from tests.engine.engine_parts import ARCHS, policy, segments, tiny
 
@@ -110,6 +111,13 @@ def test_other_heads_come_back(shape: HeadShape, tmp_path: Path) -> None:
     assert again.reward_head is not None and again.reward_head.shape == shape
     said = Packed.of(ending(made))
     np.testing.assert_array_equal(HFLearner(again).rewards(said), HFLearner(made).rewards(said))
+
+
+def test_what_an_export_is_checked_with_ends_in_its_only_stop_token() -> None:
+    """Other heads read at the first stop token, transformers' at the last token."""
+    stops = tuple(range(5, 26))
+    for segment in sequences(replace(rewarding(), stop_ids=stops)):
+        assert np.isin(segment.ids, stops).tolist() == [False] * (len(segment.ids) - 1) + [True]
 
 
 def test_what_is_no_reward_model_is_refused_by_name(tmp_path: Path) -> None:

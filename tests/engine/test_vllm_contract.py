@@ -22,6 +22,7 @@ from posttrain.config.run import Reinforce, Run
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Stop
 from posttrain.engine.vllm import launch, spawn_server
+from posttrain.engine.vllm.inprocess import VLLMEngine
 from posttrain.engine.vllm.launch import NEEDED, arguments
 from posttrain.engine.vllm.sampler_requests import UpdateGate
 from posttrain.engine.vllm.sampling_parameters import BANNED, Answer, Capabilities, check, fields, said
@@ -198,6 +199,22 @@ async def test_a_score_that_waited_for_an_update_names_the_new_adapter(monkeypat
         made._adapter = "new"
     assert (await waits).tolist() == [-1.0]
     assert [(b["model"], b["cache_salt"]) for b in bodies] == [("new", "salt of new")]
+
+
+async def test_a_turn_that_is_cancelled_stays_so_where_its_engine_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = VLLMEngine.__new__(VLLMEngine)
+    made._capabilities, made._empty, made._timeout, made.version = LIMITS, -1, 60.0, 0
+    monkeypatch.setattr(made, "_send", lambda command: None)
+    turn = asyncio.create_task(made.generate(np.array([1, 2], np.int32), Sampling(top_k=2, stop_ids=()), 0))
+    await asyncio.sleep(0)
+
+    def failed(command: object) -> None:
+        raise EngineError("the engine has failed")
+
+    monkeypatch.setattr(made, "_send", failed)
+    turn.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await turn
 
 
 def test_a_server_is_started_with_what_is_needed() -> None:

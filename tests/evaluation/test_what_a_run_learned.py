@@ -16,6 +16,7 @@ import pytest
 
 import posttrain
 from posttrain.cli import main
+from posttrain.config.env import Env, Reward
 from posttrain.config.overrides import apply
 from posttrain.core.measure.interval import Gain, Score
 from posttrain.diagnose.learning_verdict import stage_learned
@@ -220,7 +221,12 @@ def test_the_word_follows_the_interval(run: Path) -> None:
     assert told(of, half[:10], [*half[:9], 1.0]) == "cannot be told"
     assert told(of, [0.0] * 100, [0.5] * 100, graded=True) == "learned", "no answer is ever right: by its reward"
     few = [1.0] * 5 + [0.2] * 195
-    assert told(of, few, [1.0] * 5 + [0.6] * 195, graded=True) == "paid more, not more often right"
+    more = [1.0] * 5 + [0.6] * 195
+    assert told(of, few, more, graded=True) == "paid more, not more often right"
+    # An own verdict that is only measured is not paid, so one source pays, and what is right is not known.
+    one = Env(measured=True, rewards=(Reward(function="exact"),))
+    of = replace(of, file=replace(of.file, run=replace(of.run, env=one)))
+    assert told(of, few, more, graded=True) == "learned"
 
 
 def test_a_reward_that_is_the_same_is_not_answered_with_easier_prompts(run: Path) -> None:
