@@ -161,6 +161,7 @@ class Made:
         named = [f"env={env.name}"] if env.name != "prompts" else [f"env.prompts={env.prompts}"]
         rewards = [f"env.rewards={','.join(r.function for r in env.rewards)}"] if env.rewards else []
         rewards += [f"env.rewards.{i}.weight={r.weight:g}" for i, r in enumerate(env.rewards) if r.weight != 1]
+        rewards += [] if env.right is None else [f"env.right={env.right:g}"]
         return [*named, *rewards, *(f"env.args.{n}={json.dumps(v)}" for n, v in env.args.items()), "env.heldout=6"]
 
 

@@ -129,7 +129,7 @@ def draw(seed: int, index: int, ahead: bool = False, attempt: int = 0) -> Drawn:
         f"rl.optimizer.warmup={one(0, 5, 50)}",
         f"rl.micro_tokens={one(64, 256, 4096)}",
         *_sampling(rng, one, cut=algorithm not in SHOWN),
-        *_rewards(recipe, one),
+        *_rewards(recipe, algorithm, one),
         *((f"rl.oversample={one(1, 2, 4)}",) if rng.random() < 0.15 else ()),
         *(("model.gradient_checkpointing=true",) if rng.random() < 0.08 else ()),
         *(("engine.lookup=3",) if (look := rng.random()) < 0.1 else ()),
@@ -214,14 +214,16 @@ def _sampling(rng: np.random.Generator, one: Any, cut: bool) -> list[str]:
     return out
 
 
-def _rewards(recipe: str, one: Any) -> list[str]:
-    """Sparse, graded, or of two sources, on the prompts of `verifiable`."""
+def _rewards(recipe: str, algorithm: str, one: Any) -> list[str]:
+    """Sparse, graded, or of two sources, on the prompts of `verifiable`; what PRIME is paid lies in 0..1."""
     if recipe != "verifiable":
         return []
     mine = ROOT / "posttrain/recipe/data/rewards.py"
-    return one(
-        [], [f"env.rewards={mine}:correct"], [f"env.rewards=last_integer,{mine}:brief"], ["env.rewards.1.weight=0.3"]
-    )
+    correct, two = [f"env.rewards={mine}:correct"], [f"env.rewards=last_integer,{mine}:brief"]
+    drawn = one([], correct, two, ["env.rewards.1.weight=0.3"])
+    if algorithm != "prime" or drawn == correct:
+        return drawn
+    return [*(two if drawn == two else ()), "env.rewards.0.weight=0.5", "env.rewards.1.weight=0.5"]
 
 
 # --- playing one ------------------------------------------------------------------------------------------------------

@@ -249,10 +249,10 @@ class Env:
         return self.name != "prompts" or bool(self.rewards)
 
     @property
-    def paid_sources(self) -> int:
-        """The number of sources that are paid: rewards, and the environment's own verdict where it has one."""
-        own = self.name != "prompts" and not self.measured
-        return own + sum(not r.measured and r.weight != 0 for r in self.rewards)
+    def paid_weights(self) -> tuple[float, ...]:
+        """The weights of what is paid: the environment's own verdict where it has one, and rewards."""
+        own = (1.0,) if self.name != "prompts" and not self.measured else ()
+        return (*own, *(r.weight for r in self.rewards if r.weight and not r.measured))
 
     def named_right(self, vouched: bool) -> float | None:
         """The smallest outcome of a right answer, where it is named: by `right`; or as 1 where the outcome is the

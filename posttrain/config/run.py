@@ -18,6 +18,7 @@ from posttrain.config.stages.reinforce import Reinforce as Reinforce
 from posttrain.config.stages.stage import LearnsRows, Stage, offered, refusals
 from posttrain.config.stages.stage import Optimizer as Optimizer
 from posttrain.core.conversation import Turns
+from posttrain.ladder.pieces.implicit import ImplicitOthers
 from posttrain.system.errors import ConfigError, at_least
 
 NAME = re.compile(r"\w[\w-]{0,63}")
@@ -306,6 +307,17 @@ class Run:
             yield why
         for stage in [s.name for s in rl if s.unfinished == "pause"]:
             yield from pause_refusals(stage, engine, isinstance(self.placement, Local), self.deterministic)
+        for stage in (s for s in rl if isinstance(s.algorithm.baseline, ImplicitOthers)):
+            paid = self.env_of(stage).paid_weights
+            # Where each source pays 0 to 1, as all built-in ones do.
+            if sum(paid) > 1 + 1e-9 or min(paid, default=0.0) < 0:
+                env = "env" if stage.env is None else f"{stage.name}.env"
+                yield (
+                    f"{stage.name}: {stage.algorithm.name} learns the chance that an answer is right, so answers are"
+                    f" paid 0 to 1, and the weights of what pays are {', '.join(f'{w:g}' for w in paid)}. Set"
+                    f" {env}.rewards.0.weight and the others so that none is below 0 and their sum is at most 1, or"
+                    " take another algorithm"
+                )
         balanced = next((s.name for s in rl if s.router_aux_loss_coef), "")
         embedded = isinstance(engine, Embedded)
         yield from router_refusals(model.router_replay, balanced, embedded)

@@ -240,7 +240,7 @@ def _paid(c: Case) -> Iterator[Advice]:
     if c.exploited and any(r.by_model and not r.measured for r in rewards):
         text = "a reward model of more judgements, or several with pessimism (env.rewards=model:A+B)"
         yield Advice("more judgements", "judgements", text)
-    if c.verdict == "paid more, not more often right" and not c.exploited and c.env.paid_sources > 1:
+    if c.verdict == "paid more, not more often right" and not c.exploited and len(c.env.paid_weights) > 1:
         text = f"lower the weights of the rewards that do not ask for a right answer ({c.env_path}.rewards.N.weight)"
         yield Advice("lower other weights", "weights", text)
 

@@ -117,7 +117,8 @@ def _wants_right(run: Run, s: StageOutcome) -> bool:
     """
     # Where nothing was ever right, the share of right answers tells nothing of the reward.
     ever_right = s.accuracy is not None and max(s.accuracy.before, s.accuracy.after) > 0
-    return s.graded and ever_right and s.tells is not None and (s.tells.named or run.env_of(s.stage).paid_sources > 1)
+    several = len(run.env_of(s.stage).paid_weights) > 1
+    return s.graded and ever_right and s.tells is not None and (s.tells.named or several)
 
 
 def _accuracy_words(s: StageOutcome) -> str:

@@ -56,13 +56,6 @@ class MachineLayout(Throughput):
         return replace(t, rollout=t.rollout - max(0.0, tail) * ahead / (ahead + 1))
 
     @property
-    def idle(self) -> float:
-        """Share of the time of all devices in which they wait."""
-        t = self.times
-        used = t.rollout * self.engines + (t.reference + t.learn) * self.learners
-        return max(0.0, 1 - used / (self.step * self.machine.count))
-
-    @property
     def bottleneck(self) -> str:
         """The role that a step waits for: the longest one. Where two sides work at once, the longest of the longer side
         and of the sync, which comes after both."""

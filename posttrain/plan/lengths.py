@@ -18,7 +18,7 @@ class Lengths:
     """Tokens of prompts and answers.
 
     >>> Lengths(prompt=100, mean=500, most=500).longest(8)
-    500
+    500.0
     >>> round(Lengths(prompt=100, mean=1, cv=1, most=10**9).longest(8), 1)
     2.7
     """
@@ -48,17 +48,11 @@ class Lengths:
 
     def longest(self, count: int) -> float:
         """The expected length of the longest of `count` answers."""
-        if not self.cv or count < 1:
-            return min(self.mean, self.most)
-        if count == 1:
-            return self.answer
-        return _longest(self, count)
+        return self.answer if not self.cv or count <= 1 else _longest(self, count)
 
     @cached_property
     def answer(self) -> float:
         """The mean length of answers after they are cut."""
-        if not self.cv:
-            return min(self.mean, self.most)
         # The mean over quantiles in the middle of equal shares, since a lognormal that is cut has no closed form that
         # is simpler. At 0 and 1 a quantile does not exist.
         return math.fsum(self.quantile((i + 0.5) / POINTS) for i in range(POINTS)) / POINTS

@@ -275,8 +275,7 @@ def _engine(work: Work) -> Iterator[Term]:
     # In the same process learner and engine read the same frozen weights. The engine has an adapter of its own, since
     # the learner's changes before the engine is given it.
     if work.adapter_parameters and not work.vllm and not work.engines:
-        adapter_bytes = 4.0 * work.adapter_parameters
-        yield Term("engine's adapter", adapter_bytes, "4 T: the frozen weights are shared", small=adapter_bytes)
+        yield _small("engine's adapter", 4.0 * work.adapter_parameters, "4 T: the frozen weights are shared", INSTANTS)
         # The compiled decoder joins the layers of one input, and holds those with an adapter merged
         # (`engine.embedded.cache.fused_decoder`).
         if work.width == 4 and not work.accelerator and work.shape.family in FUSED and not work.quantize:

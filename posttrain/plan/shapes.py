@@ -10,7 +10,7 @@ V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,14 @@ class Family:
     """Whether positions have an embedding."""
     dense_at_first: int = 0
     """Layers without experts at the beginning, where the config does not say."""
+    linear: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Its linear layers where they have other names than Llama's, and those of Llama's that each holds."""
 
 
+QKV = "q_proj k_proj v_proj"
+PHI3 = {"qkv_proj": QKV, "o_proj": "o_proj", "gate_up_proj": "gate_proj up_proj", "down_proj": "down_proj"}
+GPT2 = {"attn.c_attn": QKV, "attn.c_proj": "o_proj", "mlp.c_fc": "up_proj", "mlp.c_proj": "down_proj"}
+NEOX = {"query_key_value": QKV, "dense": "o_proj", "dense_h_to_4h": "up_proj", "dense_4h_to_h": "down_proj"}
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(),
     "mistral": Family(),
@@ -49,12 +55,12 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3": Family(query_norms="head", head_dim=128),
     "gemma2": Family(norms=4, head_dim=256, tied=True),
     "gemma3_text": Family(norms=4, query_norms="head", head_dim=256, tied=True),
-    "phi3": Family(),
+    "phi3": Family(linear=PHI3),
     "olmo2": Family(query_norms="all"),
     "olmo3": Family(query_norms="all"),
     "smollm3": Family(tied=True),
-    "gpt2": Family(True, True, True, True, gated=False, tied=True, positions=True),
-    "gpt_neox": Family(True, True, True, True, gated=False),
+    "gpt2": Family(True, True, True, True, gated=False, tied=True, positions=True, linear=GPT2),
+    "gpt_neox": Family(True, True, True, True, gated=False, linear=NEOX),
     "mixtral": Family(),
     "qwen2_moe": Family(qkv_bias=True),
     "qwen3_moe": Family(query_norms="head"),
@@ -101,6 +107,10 @@ class Latent:
     """Width of a head's value."""
 
 
+LATENT = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+"""Where a config has the sizes of latent attention, the first left out, which it may lack."""
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """The sizes of a decoder.
@@ -126,21 +136,30 @@ class ModelShape:
     latent: Latent | None = None
 
     @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """(inputs, outputs) of the linear layers of one layer's attention."""
+        h, n = self.hidden, self.heads
+        if (x := self.latent) is None:
+            q, kv = n * self.head_dim, self.kv_heads * self.head_dim
+            return {"q_proj": (h, q), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (q, h)}
+        # DeepSeek-V2: queries, and keys with values, come from one short vector each.
+        keys, short = n * (x.plain + x.rope), x.query_rank
+        queries = {"q_a_proj": (h, short), "q_b_proj": (short, keys)} if short else {"q_proj": (h, keys)}
+        keys_values = {"kv_a_proj_with_mqa": (h, x.rank + x.rope), "kv_b_proj": (x.rank, n * (x.plain + x.value))}
+        return queries | keys_values | {"o_proj": (n * x.value, h)}
+
+    @property
     def attention(self) -> int:
         """Parameters of the attention of one layer."""
-        form, h, q, kv = self.form, self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
-        if (x := self.latent) is not None:
-            key = x.plain + x.rope
-            # DeepSeek-V2. Queries: h -> r_q, a norm, r_q -> heads x (plain + rope). Keys and values:
-            # h -> r + rope, a norm over r, r -> heads x (plain + value). The output: heads x value -> h.
-            queries = h * x.query_rank + x.query_rank + x.query_rank * self.heads * key if x.query_rank else h * q
-            keys_and_values = h * (x.rank + x.rope) + x.rank + x.rank * self.heads * (x.plain + x.value)
-            return queries + keys_and_values + self.heads * x.value * h
+        matrices = sum(i * o for i, o in self.projections.values())
+        if self.latent is not None:
+            return matrices + self.latent.query_rank + self.latent.rank  # a norm over each short vector
+        form, q, kv = self.form, self.heads * self.head_dim, self.kv_heads * self.head_dim
         # One norm for queries and one for keys. A norm of a head's width is shared by all heads.
         norms = {"": 0, "head": 2 * self.head_dim, "all": q + kv}[form.query_norms]
-        biases = (q + 2 * kv) * form.qkv_bias + h * form.out_bias
+        biases = (q + 2 * kv) * form.qkv_bias + self.hidden * form.out_bias
         sinks = self.heads * (self.family == "gpt_oss")  # a logit a head that takes attention away from all tokens
-        return h * (q + 2 * kv) + q * h + norms + biases + sinks
+        return matrices + norms + biases + sinks
 
     def feed_forward(self, width: int) -> int:
         """Parameters of one feed-forward part of this width."""
@@ -243,7 +262,7 @@ def shape_of(config: Mapping[str, Any], name: str = "the config") -> ModelShape:
         tied=bool(config.get("tie_word_embeddings", form.tied)),
         positions=size("n_positions", default=1024) if form.positions else 0,
         experts=_experts(config, name, form),
-        latent=_latent(config, name) if family == "deepseek_v3" else None,
+        latent=Latent(size("q_lora_rank", default=0, least=0), *map(size, LATENT)) if family == "deepseek_v3" else None,
     )
 
 
@@ -279,15 +298,4 @@ def _experts(config: Mapping[str, Any], name: str, form: Family) -> Experts | No
         shared_gate="shared_expert_intermediate_size" in config,
         biased=config["model_type"] == "gpt_oss",
         dense=_size(config, name, "first_k_dense_replace", default=form.dense_at_first, least=0),
-    )
-
-
-def _latent(config: Mapping[str, Any], name: str) -> Latent:
-    """The sizes of a model's latent attention."""
-    return Latent(
-        query_rank=_size(config, name, "q_lora_rank", default=0, least=0),
-        rank=_size(config, name, "kv_lora_rank"),
-        rope=_size(config, name, "qk_rope_head_dim"),
-        plain=_size(config, name, "qk_nope_head_dim"),
-        value=_size(config, name, "v_head_dim"),
     )

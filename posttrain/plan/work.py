@@ -159,12 +159,13 @@ class Work:
     def linear(self) -> dict[str, tuple[int, int, int]]:
         """(inputs, outputs, how many) of the linear layers of the decoder, experts left out."""
         s, x = self.shape, self.shape.experts
-        q, kv, dense = s.heads * s.head_dim, s.kv_heads * s.head_dim, min(s.layers, x.dense if x else s.layers)
-        layers = {"q_proj": (s.hidden, q, s.layers), "k_proj": (s.hidden, kv, s.layers)}
-        layers |= {"v_proj": (s.hidden, kv, s.layers), "o_proj": (q, s.hidden, s.layers)}
+        layers = {name: (i, o, s.layers) for name, (i, o) in s.projections.items()}
+        dense = min(s.layers, x.dense if x else s.layers)
         if s.form.gated:
             layers["gate_proj"] = (s.hidden, s.feed, dense)
-        return layers | {"up_proj": (s.hidden, s.feed, dense), "down_proj": (s.feed, s.hidden, dense)}
+        layers |= {"up_proj": (s.hidden, s.feed, dense), "down_proj": (s.feed, s.hidden, dense)}
+        joined = {name: [layers[n] for n in names.split()] for name, names in s.form.linear.items()}
+        return {name: (x[0][0], sum(o for _, o, _ in x), x[0][2]) for name, x in joined.items()} or layers
 
     @property
     def in_linear(self) -> int:
@@ -176,10 +177,15 @@ class Work:
         """Parameters of the adapter; 0: all weights train."""
         if self.lora is None:
             return 0
-        targets = {t.rpartition(".")[2] for t in self.lora.targets}
-        chosen = [x for n, x in self.linear.items() if {ALL_LINEAR, n} & targets]
+        chosen = dict[str, tuple[int, int, int]]()
+        for target in self.lora.targets:
+            last = target.rpartition(".")[2]
+            named = {n: x for n, x in self.linear.items() if x[2] and last in (ALL_LINEAR, n.rpartition(".")[2])}
+            if not named:
+                raise ConfigError(f"model.lora.targets={target}: a plan counts {ALL_LINEAR}, {', '.join(self.linear)}")
+            chosen |= named
         # A is rank x inputs and B is outputs x rank.
-        return sum(self.lora.rank * (i + o) * n for i, o, n in chosen)
+        return sum(self.lora.rank * (i + o) * n for i, o, n in chosen.values())
 
     @property
     def trained_parameters(self) -> int:

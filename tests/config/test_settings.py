@@ -243,3 +243,18 @@ def test_code_that_a_file_names_is_said(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "my.yaml").write_text(to_yaml(run))
     assert main(["run", str(tmp_path / "my.yaml"), "--dry-run"]) == 0
     assert "  code     env.rewards.0.function: runs reward of the Python file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "weights"),
+    [((), "1, 0.1"), (("env.rewards.0.weight=0.5", "env.rewards.1.weight=-0.5"), "0.5, -0.5")],
+)
+def test_weights_that_sum_to_no_chance_are_refused_where_chances_are_learned(
+    words: tuple[str, ...], weights: str
+) -> None:
+    """PRIME learns the chance of a right answer. The run would end at the first answer that is paid beyond 0 to 1."""
+    run = apply(recipe("verifiable"), words)
+    with pytest.raises(ConfigError, match=f"weights of what pays are {weights}. Set env.rewards.0.weight"):
+        apply(run, ["algorithm=prime"])
+    kept = apply(run, ["env.rewards.0.weight=0.5", "env.rewards.1.weight=0.5", "algorithm=prime"])
+    assert kept.env.paid_weights == (0.5, 0.5)

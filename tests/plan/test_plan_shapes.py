@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
+from posttrain.config.model_settings import Lora
+from posttrain.plan.lengths import Lengths
 from posttrain.plan.machines import device
 from posttrain.plan.models import MODELS, shape_by_name
 from posttrain.plan.serving import Decoding
 from posttrain.plan.shapes import FAMILIES, read_shape, shape_of
+from posttrain.plan.work import Work
 from posttrain.system.errors import ConfigError
 
 SMALL = {
@@ -54,6 +60,31 @@ def test_parameters_are_those_of_transformers(family: str, tmp_path: Path) -> No
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert read_shape(tmp_path).parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_linear_layers_and_adapters_are_those_of_transformers(family: str) -> None:
+    """By name, inputs, outputs and number. Those of experts are left out: no adapter is put on them."""
+    config = AutoConfig.for_model(family, **{**SMALL, **MORE.get(family, {})})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    theirs = dict[tuple[str, int, int], int]()
+    for name, layer in model.named_modules():
+        if isinstance(layer, (torch.nn.Linear, Conv1D)) and "expert" not in name and re.search(r"\.(layers|h)\.", name):
+            sides = layer.weight.shape if isinstance(layer, Conv1D) else (layer.in_features, layer.out_features)
+            key = (str(name).rpartition(".")[2], int(sides[0]), int(sides[1]))
+            theirs[key] = theirs.get(key, 0) + 1
+    lengths = Lengths(prompt=8, mean=8, most=8)
+    work = Work(shape=shape_of(config.to_dict()), lengths=lengths, prompts=1, micro_tokens=64)
+    assert theirs == {(n.rpartition(".")[2], i, o): count for n, (i, o, count) in work.linear.items() if count}
+    target = next(iter(work.linear)).rpartition(".")[2]
+    one = sum(8 * (i + o) * n for (name, i, o), n in theirs.items() if name == target)
+    assert replace(work, lora=Lora(rank=8, targets=(target,))).adapter_parameters == one
+    assert replace(work, lora=Lora(rank=8)).adapter_parameters == sum(
+        8 * (i + o) * n for (_, i, o), n in theirs.items()
+    )
+    with pytest.raises(ConfigError, match=f"targets=no_proj: a plan counts all-linear, .*{target}"):
+        _ = replace(work, lora=Lora(rank=8, targets=("no_proj",))).adapter_parameters
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

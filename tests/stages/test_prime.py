@@ -111,4 +111,4 @@ def test_outcomes_that_are_no_chance_stop_the_run(tmp_path: Path) -> None:
     path.write_text("def twice(task, text):\n    return 2.0\n", encoding="utf-8")
     run = prime_run(patch(LOUD, "unfiltered", "-", filter=None))
     with pytest.raises(DataError, match=r"outcomes lie in 0\.\.1"):
-        posttrain.run(run, f"env.rewards={path}:twice", out=tmp_path / "run", quiet=True)
+        posttrain.run(run, f"env.rewards={path}:twice", "env.measured=true", out=tmp_path / "run", quiet=True)
