@@ -332,6 +332,13 @@ def test_unsure_tokens_weigh_most(p: float, phi: float) -> None:
     assert unsure(tensor(math.log(p))).item() == pytest.approx(phi)
 
 
+def test_unsure_tokens_are_exact_near_certainty() -> None:
+    """In float32 too, where 1 - p keeps few digits: the check of the gradient stopped a healthy run."""
+    near = torch.tensor([-1e-3, -1e-5, -1e-7])
+    exact = -np.exp(near.double().numpy()) * np.expm1(near.double().numpy())
+    assert unsure(near).numpy() == pytest.approx(exact, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("band", "f"),
     [((0.2, 0.2), [1.2, 1.107542, 0.904837]), ((0.0, 0.2), [1.2, 1.107542, 1.0])],

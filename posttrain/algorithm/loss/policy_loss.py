@@ -163,7 +163,8 @@ def imitation(a: Algorithm, logp_M: Tensor, batch: Streams, scores: TokenScores)
 
 def unsure(logp_M: Tensor) -> Tensor:
     """CHORD-phi's p (1 - p): .01 -> .0099, .5 -> .25, .99 -> .0099 (A24)."""
-    return logp_M.exp() * (1 - logp_M.exp())
+    # 1 - p by `expm1`: near 1 a p in float32 has few digits of 1 - p left.
+    return logp_M.exp() * -torch.expm1(logp_M)
 
 
 def _present(score: Tensor | None, name: str, a: Algorithm) -> Tensor:
