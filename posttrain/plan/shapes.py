@@ -10,7 +10,7 @@ V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -40,14 +40,14 @@ class Family:
     """Whether positions have an embedding."""
     dense_at_first: int = 0
     """Layers without experts at the beginning, where the config does not say."""
-    linear: Mapping[str, str] = field(default_factory=dict[str, str])
+    linear: tuple[tuple[str, str], ...] = ()
     """Its linear layers where they have other names than Llama's, and those of Llama's that each holds."""
 
 
 QKV = "q_proj k_proj v_proj"
-PHI3 = {"qkv_proj": QKV, "o_proj": "o_proj", "gate_up_proj": "gate_proj up_proj", "down_proj": "down_proj"}
-GPT2 = {"attn.c_attn": QKV, "attn.c_proj": "o_proj", "mlp.c_fc": "up_proj", "mlp.c_proj": "down_proj"}
-NEOX = {"query_key_value": QKV, "dense": "o_proj", "dense_h_to_4h": "up_proj", "dense_4h_to_h": "down_proj"}
+PHI3 = (("qkv_proj", QKV), ("o_proj", "o_proj"), ("gate_up_proj", "gate_proj up_proj"), ("down_proj", "down_proj"))
+GPT2 = (("attn.c_attn", QKV), ("attn.c_proj", "o_proj"), ("mlp.c_fc", "up_proj"), ("mlp.c_proj", "down_proj"))
+NEOX = (("query_key_value", QKV), ("dense", "o_proj"), ("dense_h_to_4h", "up_proj"), ("dense_4h_to_h", "down_proj"))
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(),
     "mistral": Family(),

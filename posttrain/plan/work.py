@@ -164,7 +164,7 @@ class Work:
         if s.form.gated:
             layers["gate_proj"] = (s.hidden, s.feed, dense)
         layers |= {"up_proj": (s.hidden, s.feed, dense), "down_proj": (s.feed, s.hidden, dense)}
-        joined = {name: [layers[n] for n in names.split()] for name, names in s.form.linear.items()}
+        joined = {name: [layers[n] for n in names.split()] for name, names in s.form.linear}
         return {name: (x[0][0], sum(o for _, o, _ in x), x[0][2]) for name, x in joined.items()} or layers
 
     @property
