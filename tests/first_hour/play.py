@@ -105,7 +105,8 @@ def prepare(root: Path, folder: Path, whole: bool, say: Callable[[str], None] = 
 
 
 class Page:
-    """One page in its folder: a copy of what is given; of an example, its own folder too."""
+    """One page in its folder: a copy of what is given; of an example, its own folder too. Its cache is its own, so that
+    nothing it needs was made by another page, such as the speed of this machine that a plan reads there."""
 
     def __init__(self, hour: Hour, path: Path, started: Started, found: Sequence[Step]) -> None:
         self.hour, self.found, self._started = hour, found, started
@@ -115,7 +116,9 @@ class Page:
         if path.relative_to(hour.root).parts[0] in ("examples", "tour", "notebooks"):
             shutil.copytree(path.parent, self.folder, dirs_exist_ok=True)
         (self.folder / ".venv").symlink_to(hour.venv)
-        self._environ, self._url = hour.environ, ""
+        cache = self.folder / ".cache"
+        shutil.copytree(Path(hour.environ["HOME"]) / ".cache", cache)
+        self._environ, self._url = hour.environ | {"XDG_CACHE_HOME": str(cache)}, ""
         self._python: subprocess.Popen[str] | None = None
         self._servers: list[tuple[Step, Serving]] = []
 
