@@ -272,9 +272,10 @@ def watch_plan(run: Run, folder: Path, held: int | None, tell: Callable[[str], N
     for stage in run.stages:
         try:
             work = stage_work(run, stage, shape, run.model.context or 0)
+            place = places(work)[0]
         except ConfigError:
-            continue  # a kind of stage that is not planned
-        prediction = Prediction(stage, work, places(work)[0], partial(timed_stage, run, stage, where=where))
+            continue  # a kind of stage, or adapters, that a plan does not count
+        prediction = Prediction(stage, work, place, partial(timed_stage, run, stage, where=where))
         stages[stage.name] = prediction
         tell(
             f"plan: {stage.name} takes at most {prediction.place.most / 2**20:,.0f} MiB above what the process holds,"

@@ -308,16 +308,24 @@ class Run:
         for stage in [s.name for s in rl if s.unfinished == "pause"]:
             yield from pause_refusals(stage, engine, isinstance(self.placement, Local), self.deterministic)
         for stage in (s for s in rl if isinstance(s.algorithm.baseline, ImplicitOthers)):
-            paid = self.env_of(stage).paid_weights
-            # Where each source pays 0 to 1, as all built-in ones do.
-            if sum(paid) > 1 + 1e-9 or min(paid, default=0.0) < 0:
-                env = "env" if stage.env is None else f"{stage.name}.env"
+            env, paid = "env" if stage.env is None else f"{stage.name}.env", self.env_of(stage)
+            learns = f"{stage.name}: {stage.algorithm.name} learns the chance that an answer is right"
+            weights = paid.paid_weights
+            # Where each source pays 0 to 1, as verifiers and judges do. Of a user's function it is assumed.
+            if sum(weights) > 1 + 1e-9 or min(weights, default=0.0) < 0:
                 yield (
-                    f"{stage.name}: {stage.algorithm.name} learns the chance that an answer is right, so answers are"
-                    f" paid 0 to 1, and the weights of what pays are {', '.join(f'{w:g}' for w in paid)}. Set"
-                    f" {env}.rewards.0.weight and the others so that none is below 0 and their sum is at most 1, or"
-                    " take another algorithm"
+                    f"{learns}, so answers are paid 0 to 1, and the weights of what pays are"
+                    f" {', '.join(f'{w:g}' for w in weights)}. Set {env}.rewards.N.weight, or"
+                    f" {env}.rewards.N.measured=true, so that none is below 0 and their sum is at most 1, or take"
+                    " another algorithm"
                 )
+            # Steps that are paid as one outcome are chances; every other score of a reward model is any number.
+            for n, reward in enumerate(paid.rewards):
+                if reward.models and reward.steps != "outcome" and reward.weight and not reward.measured:
+                    yield (
+                        f"{learns}, and the score of reward model {reward.function} is no number of 0 to 1. Set"
+                        f" {env}.rewards.{n}.measured=true, or take another algorithm"
+                    )
         balanced = next((s.name for s in rl if s.router_aux_loss_coef), "")
         embedded = isinstance(engine, Embedded)
         yield from router_refusals(model.router_replay, balanced, embedded)

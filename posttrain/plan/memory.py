@@ -312,15 +312,13 @@ def _cache(work: Work) -> tuple[float, str]:
 
 def tensors(work: Work) -> list[tuple[int, int]]:
     """(numbers in a tensor, how many such tensors there are) for the tensors of a model."""
-    s, parts = work.shape, work.shape.parts
+    s, x = work.shape, work.shape.experts
     listed = [(s.vocabulary * s.hidden, 1 + (not s.tied)), *((i * o, n) for i, o, n in work.linear.values())]
+    if x is not None and (layers := s.layers - x.dense) > 0:
+        # Experts of a layer lie in two tensors, what leads into them and what leads out, taken as equal.
+        listed.append((s.parts["experts"] // (2 * layers), 2 * layers))
     # What is left are norms and biases, taken as two tensors of equal size a layer.
     rest = s.parameters - sum(size * count for size, count in listed)
-    if s.experts is not None:
-        # Experts of a layer lie in two tensors, what leads into them and what leads out, taken as equal.
-        of_layer = parts["experts"] // max(1, s.layers - s.experts.dense)
-        listed.append((of_layer // 2, 2 * (s.layers - s.experts.dense)))
-        rest -= parts["experts"]
     return [*listed, (max(0, rest) // max(1, 2 * s.layers), 2 * s.layers)]
 
 

@@ -167,25 +167,24 @@ class ModelShape:
         into = 2 * width if self.form.gated else width
         return self.hidden * into + width * self.hidden + (into + self.hidden) * self.form.feed_bias
 
-    def mixture(self, experts: int) -> int:
-        """Parameters of `experts` experts of one layer, its router and its shared part."""
-        x = self.experts
-        assert x is not None
+    def mixture(self, x: Experts, experts: int) -> int:
+        """Parameters of `experts` experts of one layer and its router."""
         # The router has a row for each expert, and where experts are biased also a bias.
         one = self.feed_forward(x.width) + (2 * x.width + self.hidden) * x.biased
-        shared = self.feed_forward(x.shared) + self.hidden * x.shared_gate if x.shared else 0
-        return experts * one + shared + x.count * (self.hidden + x.biased)
+        return experts * one + x.count * (self.hidden + x.biased)
 
     @cached_property
     def parts(self) -> dict[str, int]:
         """Parameters by part, in all layers together."""
         x, h = self.experts, self.hidden
         dense = self.layers if x is None else min(x.dense, self.layers)
+        # The shared part of a mixture: every token goes through it.
+        shared = self.feed_forward(x.shared) + h * x.shared_gate if x is not None and x.shared else 0
         counts = {
             "embedding": self.vocabulary * h + self.positions * h,
             "attention": self.layers * self.attention,
-            "feed-forward": dense * self.feed_forward(self.feed),
-            "experts": (self.layers - dense) * self.mixture(x.count) if x is not None else 0,
+            "feed-forward": dense * self.feed_forward(self.feed) + (self.layers - dense) * shared,
+            "experts": (self.layers - dense) * self.mixture(x, x.count) if x is not None else 0,
             # The norms of all layers, and the last norm before the head.
             "norms": (self.layers * self.form.norms + 1) * h * (1 + self.form.norm_bias),
             "head": 0 if self.tied else self.vocabulary * h,
@@ -203,7 +202,7 @@ class ModelShape:
         the head shares it, it counts once, as the head."""
         unused, x = 0, self.experts
         if x is not None:
-            unused = (self.layers - min(x.dense, self.layers)) * (self.mixture(x.count) - self.mixture(x.active))
+            unused = (self.layers - min(x.dense, self.layers)) * (self.mixture(x, x.count) - self.mixture(x, x.active))
         return self.parameters - unused - self.parts["embedding"] + self.vocabulary * self.hidden * self.tied
 
     def cache_bytes(self, bytes_each: float = 2, *, shared: bool = True) -> int:

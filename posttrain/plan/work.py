@@ -157,13 +157,18 @@ class Work:
 
     @property
     def linear(self) -> dict[str, tuple[int, int, int]]:
-        """(inputs, outputs, how many) of the linear layers of the decoder, experts left out."""
+        """(inputs, outputs, how many) of the linear layers of the decoder."""
         s, x = self.shape, self.shape.experts
         layers = {name: (i, o, s.layers) for name, (i, o) in s.projections.items()}
         dense = min(s.layers, x.dense if x else s.layers)
-        if s.form.gated:
-            layers["gate_proj"] = (s.hidden, s.feed, dense)
-        layers |= {"up_proj": (s.hidden, s.feed, dense), "down_proj": (s.feed, s.hidden, dense)}
+        parts = [("", s.feed, dense)]
+        if x and x.shared:  # the experts themselves are no linear layers
+            name = "shared_expert" if x.shared_gate else "shared_experts"
+            parts.append((f"{name}.", x.shared, s.layers - dense))
+            layers |= {f"{name}_gate": (s.hidden, 1, s.layers - dense)} if x.shared_gate else {}
+        for part, width, count in (p for p in parts if p[2]):
+            layers |= {f"{part}gate_proj": (s.hidden, width, count)} if s.form.gated else {}
+            layers |= {f"{part}up_proj": (s.hidden, width, count), f"{part}down_proj": (width, s.hidden, count)}
         joined = {name: [layers[n] for n in names.split()] for name, names in s.form.linear}
         return {name: (x[0][0], sum(o for _, o, _ in x), x[0][2]) for name, x in joined.items()} or layers
 
@@ -177,15 +182,14 @@ class Work:
         """Parameters of the adapter; 0: all weights train."""
         if self.lora is None:
             return 0
-        chosen = dict[str, tuple[int, int, int]]()
-        for target in self.lora.targets:
-            last = target.rpartition(".")[2]
-            named = {n: x for n, x in self.linear.items() if x[2] and last in (ALL_LINEAR, n.rpartition(".")[2])}
-            if not named:
-                raise ConfigError(f"model.lora.targets={target}: a plan counts {ALL_LINEAR}, {', '.join(self.linear)}")
-            chosen |= named
+        # As PEFT does it: the end of a layer's name says that it is meant, and what no layer is called is passed over.
+        ends = tuple("" if t == ALL_LINEAR else f".{t}" for t in self.lora.targets)
+        chosen = [x for n, x in self.linear.items() if f".{n}".endswith(ends) or any(e.endswith(f".{n}") for e in ends)]
+        if not chosen:
+            names = ", ".join((ALL_LINEAR, *self.linear))
+            raise ConfigError(f"model.lora.targets={','.join(self.lora.targets)}: a plan counts {names}")
         # A is rank x inputs and B is outputs x rank.
-        return sum(self.lora.rank * (i + o) * n for i, o, n in chosen.values())
+        return sum(self.lora.rank * (i + o) * n for i, o, n in chosen)
 
     @property
     def trained_parameters(self) -> int:

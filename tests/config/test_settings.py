@@ -246,15 +246,21 @@ def test_code_that_a_file_names_is_said(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("words", "weights"),
-    [((), "1, 0.1"), (("env.rewards.0.weight=0.5", "env.rewards.1.weight=-0.5"), "0.5, -0.5")],
+    ("name", "words", "why"),
+    [
+        ("verifiable", "", "weights of what pays are 1, 0.1. Set env.rewards.N.weight"),
+        ("verifiable", "env.rewards.0.weight=.5 env.rewards.1.weight=-.5", "weights of what pays are 0.5, -0.5. Set"),
+        ("arithmetic", "env.rewards=contains env.rewards.0.weight=.1", "are 1, 0.1. .*or env.rewards.N.measured=true"),
+        ("rlhf", "", "score of reward model model:stage:.* is no number of 0 to 1. Set env.rewards.0.measured=true"),
+    ],
 )
-def test_weights_that_sum_to_no_chance_are_refused_where_chances_are_learned(
-    words: tuple[str, ...], weights: str
-) -> None:
+def test_what_is_paid_is_no_chance_and_is_refused_where_chances_are_learned(name: str, words: str, why: str) -> None:
     """PRIME learns the chance of a right answer. The run would end at the first answer that is paid beyond 0 to 1."""
-    run = apply(recipe("verifiable"), words)
-    with pytest.raises(ConfigError, match=f"weights of what pays are {weights}. Set env.rewards.0.weight"):
-        apply(run, ["algorithm=prime"])
+    with pytest.raises(ConfigError, match=why):
+        apply(recipe(name), [*words.split(), "algorithm=prime"])
+
+
+def test_rewards_whose_weights_sum_to_one_are_chances() -> None:
+    run = recipe("verifiable")
     kept = apply(run, ["env.rewards.0.weight=0.5", "env.rewards.1.weight=0.5", "algorithm=prime"])
     assert kept.env.paid_weights == (0.5, 0.5)

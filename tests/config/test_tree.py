@@ -22,6 +22,7 @@ from posttrain.diagnose.run_comparison import settings_of
 from posttrain.ladder import algorithm as A
 from posttrain.ladder.algorithm import patch
 from posttrain.ladder.pieces.baseline import Others, SecondBest, StepMean
+from posttrain.ladder.pieces.implicit import ImplicitOthers
 from posttrain.ladder.pieces.pull import SequenceL2
 from posttrain.ladder.pieces.shape import DropTruncated, Overlong, Signed
 from posttrain.ladder.pieces.token_choice import EntropyBonus
@@ -114,6 +115,8 @@ reinforce = st.builds(
     sampling=samplings,
     optimizer=optimizers,
     wall_time=st.none() | positive,
+).map(  # what PRIME is paid lies in 0..1
+    lambda stage: replace(stage, env=Env()) if isinstance(stage.algorithm.baseline, ImplicitOthers) else stage
 )
 runs = st.builds(
     Run,

@@ -82,7 +82,7 @@ def prepare(root: Path, folder: Path, whole: bool, say: Callable[[str], None] = 
     say(f"{made.name}: {made.stat().st_size / 1024:.0f} KiB")
     venv = fresh.environment(made, folder / "venv", root / "constraints.txt", say)
     home = folder / "home"
-    home.mkdir(exist_ok=True)
+    (home / ".cache").mkdir(parents=True, exist_ok=True)
     kept = {k: v for k, v in os.environ.items() if k.startswith(("PIP_", "LANG", "LC_", "SSL_", "TMP"))}
     environ = {
         **kept,

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoConfig
 
 import posttrain
 from benchmarks.speed.plan_published import rows
@@ -55,6 +56,18 @@ def test_answers_of_one_length_have_no_spread() -> None:
     assert recorded_work(work, [Step("rl", 1, 1, gauges)]).lengths.cv == 0
     gauges["engine/straggler"] = Gauge(1.5, 1)
     assert recorded_work(replace(work, lengths=Lengths(64, 192, 512)), [Step("rl", 1, 1, gauges)]).lengths.cv > 0.1
+
+
+@pytest.mark.usefixtures("probed")
+def test_a_run_that_a_plan_does_not_count_is_not_stopped(tmp_path: Path) -> None:
+    """PEFT puts adapters on an embedding alone, and a plan counts linear layers."""
+    AutoConfig.for_model("qwen3").save_pretrained(tmp_path / "model")
+    run = apply(recipe("arithmetic"), ["model.lora.rank=4", "model.lora.targets=embed_tokens"])
+    said = list[str]()
+    plan_against.watch_plan(run, tmp_path, 0, said.append)
+    assert not said
+    plan_against.watch_plan(apply(run, ["model.lora.targets=q_proj,embed_tokens"]), tmp_path, 0, said.append)
+    assert said
 
 
 @pytest.mark.usefixtures("probed")

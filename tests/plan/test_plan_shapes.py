@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from posttrain.config.model_settings import Lora
+from posttrain.engine.adapters.adapter_modules import attach
 from posttrain.plan.lengths import Lengths
 from posttrain.plan.machines import device
 from posttrain.plan.models import MODELS, shape_by_name
@@ -63,28 +63,46 @@ def test_parameters_are_those_of_transformers(family: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_linear_layers_and_adapters_are_those_of_transformers(family: str) -> None:
-    """By name, inputs, outputs and number. Those of experts are left out: no adapter is put on them."""
+def test_linear_layers_are_those_of_transformers(family: str) -> None:
+    """By name, inputs, outputs and number. Experts that a router chooses are parameters of another form."""
     config = AutoConfig.for_model(family, **{**SMALL, **MORE.get(family, {})})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     theirs = dict[tuple[str, int, int], int]()
     for name, layer in model.named_modules():
-        if isinstance(layer, (torch.nn.Linear, Conv1D)) and "expert" not in name and re.search(r"\.(layers|h)\.", name):
+        if isinstance(layer, (torch.nn.Linear, Conv1D)) and re.search(r"\.(layers|h)\.", name):
             sides = layer.weight.shape if isinstance(layer, Conv1D) else (layer.in_features, layer.out_features)
             key = (str(name).rpartition(".")[2], int(sides[0]), int(sides[1]))
             theirs[key] = theirs.get(key, 0) + 1
     lengths = Lengths(prompt=8, mean=8, most=8)
     work = Work(shape=shape_of(config.to_dict()), lengths=lengths, prompts=1, micro_tokens=64)
     assert theirs == {(n.rpartition(".")[2], i, o): count for n, (i, o, count) in work.linear.items() if count}
-    target = next(iter(work.linear)).rpartition(".")[2]
-    one = sum(8 * (i + o) * n for (name, i, o), n in theirs.items() if name == target)
-    assert replace(work, lora=Lora(rank=8, targets=(target,))).adapter_parameters == one
-    assert replace(work, lora=Lora(rank=8)).adapter_parameters == sum(
-        8 * (i + o) * n for (_, i, o), n in theirs.items()
-    )
-    with pytest.raises(ConfigError, match=f"targets=no_proj: a plan counts all-linear, .*{target}"):
-        _ = replace(work, lora=Lora(rank=8, targets=("no_proj",))).adapter_parameters
+
+
+PASTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The list of targets that recipes of the field print for every model: what a model does not have is passed over."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "targets",
+    [("all-linear",), PASTED, ("attn.c_proj",), ("self_attn.o_proj", "no_proj"), ("c_proj", "dense"), ("no_proj",)],
+    ids="+".join,
+)
+def test_adapters_are_put_where_peft_puts_them(family: str, targets: tuple[str, ...]) -> None:
+    config = AutoConfig.for_model(family, **{**SMALL, **MORE.get(family, {})})
+    lengths, lora = Lengths(prompt=8, mean=8, most=8), Lora(rank=8, targets=targets)
+    work = Work(shape=shape_of(config.to_dict()), lengths=lengths, prompts=1, micro_tokens=64, lora=lora)
+    try:
+        attach(model := AutoModelForCausalLM.from_config(config), lora, seed=0)
+    except ConfigError:
+        # A model without such a layer is refused by the plan too. What else is refused is said when a run starts.
+        ends = tuple(f".{t}" for t in targets)
+        if targets != ("all-linear",) and not any(f".{n}".endswith(ends) for n, _ in model.named_modules()):
+            with pytest.raises(ConfigError, match=f"targets={','.join(targets)}: a plan counts all-linear, "):
+                _ = work.adapter_parameters
+        return
+    assert work.adapter_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

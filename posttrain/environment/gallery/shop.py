@@ -88,8 +88,9 @@ class Shop(GeneratedTasks, ToolWorld):
     """Buy `n` of an item, book an errand at the earliest free hour of a day, or both."""
 
     kinds: str = "both"
-    """Which of `buy`, `book` and `both`, separated by commas. At most a third of the tasks of each kind can be held
-    out, because training needs the rest. `buy` and `book` have few tasks, so with them few can be held out."""
+    """Which of `buy`, `book` and `both`, separated by commas. All kinds are equally likely, so the number of tasks that
+    can be held out is limited by the kind with the fewest: about a third of its tasks, because training needs the rest.
+    `buy` and `book` have few tasks, so with them few can be held out."""
     turns: int = 4
 
     def __post_init__(self) -> None:

@@ -93,8 +93,7 @@ def _bare(text: str) -> Number | TooLarge | None:
     """A number without words: a decimal, a repeating decimal, a mixed number, a fraction, or a power of ten (`TooLarge`
     if that is too large). None if the text is none of these, or divides by zero."""
     if (m := _DECIMAL.fullmatch(text)) is not None:
-        whole, _, fraction_digits = m[2].partition(".")
-        return Number(_signed(m[1], _decimal(m[2])), len(fraction_digits) if fraction_digits or not whole else None)
+        return Number(_signed(m[1], _decimal(m[2])), len(m[2].partition(".")[2]) or None)
     if (m := _REPEATING.fullmatch(text)) is not None:
         # A decimal 0.h(t) with |h| and |t| digits is (h (10^|t| - 1) + t) / (10^|h| (10^|t| - 1)): 0.1(6) is 15/90.
         fixed, nines = m[3], 10 ** len(m[4]) - 1
