@@ -154,7 +154,7 @@ def _suggest(run: Run, key: str) -> str:
     if last not in ends and "." in key and (close := closest(key, full)):
         return f"did you mean {close}?"
     if (close := last if last in ends else closest(last, ends)) is not None:
-        shortest = [p for p in ends[close] if p.count(".") == ends[close][0].count(".")]
+        shortest = list(dict.fromkeys(p for p in ends[close] if p.count(".") == ends[close][0].count(".")))
         return f"did you mean {', '.join(shortest[:6])}?"
     return f"settings begin with one of {', '.join(sorted({p.partition('.')[0] for p in full}))}"
 

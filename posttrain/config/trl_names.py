@@ -1,9 +1,11 @@
-"""The names that settings of TRL, transformers and PEFT have here: for whoever writes the name that they know
-(docs/start/coming-from-trl.md has all fields of all configurations)."""
+"""The names that settings of TRL, transformers and PEFT have here, and words that people try first: for whoever writes
+the name that they know (docs/start/coming-from-trl.md has all fields of all configurations)."""
 
 from __future__ import annotations
 
 BATCH = "batch, and in RL prompts x siblings; micro_tokens splits the work"
+EPOCHS = "epochs of a stage that learns from rows (sft, dpo, reward_model), else steps"
+PULL = "pull.coef in RL, beta of a stage that learns from pairs"
 OTHERS: dict[str, str] = {
     "model_name_or_path": "model",
     "train_dataset": "env.prompts (from Python env=posttrain.prompts(...))",
@@ -29,7 +31,7 @@ OTHERS: dict[str, str] = {
     "max_grad_norm": "optimizer.clip",
     "optim": "optimizer.kind",
     "max_steps": "steps",
-    "num_train_epochs": "epochs of a stage that learns from rows (sft, dpo, reward_model), else steps",
+    "num_train_epochs": EPOCHS,
     "per_device_train_batch_size": BATCH,
     "gradient_accumulation_steps": BATCH,
     "num_generations": "siblings",
@@ -37,7 +39,7 @@ OTHERS: dict[str, str] = {
     "max_completion_length": "sampling.max_tokens",
     "max_length": "model.context",
     "max_prompt_length": "model.context",
-    "beta": "pull.coef in RL, beta of a stage that learns from pairs",
+    "beta": PULL,
     "epsilon": "clip.low and clip.high",
     "epsilon_high": "clip.high",
     "loss_type": "aggregate, or another algorithm",
@@ -56,9 +58,23 @@ OTHERS: dict[str, str] = {
     "packing": "not needed: sequences are always packed",
 }
 """The name elsewhere -> ours."""
+FIRST_TRIED: dict[str, str] = {
+    "data": "env.prompts",
+    "dataset": "env.prompts",
+    "train_file": "env.prompts",
+    "batch": "prompts x siblings of an RL stage; micro_tokens splits the work",
+    "batch_size": BATCH,
+    "group_size": "siblings",
+    "num_epochs": EPOCHS,
+    "kl_coef": PULL,
+    "max_new_tokens": "sampling.max_tokens",
+    "vllm": "engine=vllm",
+}
+"""A word that people try first, where it is no setting -> ours."""
 
 
 def our_name(name: str) -> str:
-    """Returns our name for a name of another library, as a sentence for an error; '' where it is none."""
-    sentence = f"{name} of other libraries is here: {OTHERS.get(name)} (docs/start/coming-from-trl.md)"
-    return sentence if name in OTHERS else ""
+    """Returns our name for a name of another library or a word tried first, for an error; '' where it is neither."""
+    if name in OTHERS:
+        return f"{name} of other libraries is here: {OTHERS[name]} (docs/start/coming-from-trl.md)"
+    return f"{name} is here: {FIRST_TRIED[name]}" if name in FIRST_TRIED else ""
