@@ -59,7 +59,7 @@ def check_environment(env: Environment, stages: Sequence[Stage], config: Env) ->
             _refuse_missing_margins(stage, abilities.rows or ())
         if stage.contract is not None and not (abilities.judges or config.has_reward_models):
             raise ConfigError(
-                f"{stage.name} learns from verdicts on what it samples, and nothing judges it: environment {env.name!r}"
+                f"{stage.name} needs verdicts on what it samples, and nothing judges it: environment {env.name!r}"
                 f" needs env.rewards. {REWARD_LINE}"
             )
 

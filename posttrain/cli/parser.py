@@ -62,7 +62,10 @@ class _CommandParser(ArgumentParser):
         # argparse's message only lists all commands. It is replaced by one with the nearest command.
         if match := _NO_COMMAND.match(message):
             names = re.findall(r"'([^']*)'", message[match.end() :])
-            message = f"there is no command {match[1]}; {nearest(match[1], names)}"
+            from posttrain.recipe.recipes import RECIPES  # here, since only a wrong word needs it
+
+            meant = f"posttrain run {match[1]} starts it" if match[1] in RECIPES else nearest(match[1], names)
+            message = f"there is no command {match[1]}; {meant}"
         super().error(visible(message))
 
 
@@ -90,8 +93,11 @@ def _unknown(words: list[str], command: ArgumentParser, takes_settings: bool) ->
     message = f"unrecognized arguments: {' '.join(words)}"
     options = [w for a in command._actions for w in a.option_strings]
     if words[0].startswith("-"):
-        meant = closest(words[0].partition("=")[0], options)
-        return f"{message}; did you mean {meant}?" if meant else f"{message}; {command.prog} --help lists the options"
+        if meant := closest(words[0].partition("=")[0], options):
+            return f"{message}; did you mean {meant}?"
+        setting = "=".join(words[0].lstrip("-").split("=") + words[1:2])
+        way = f"a setting has no dashes: {setting}; " if takes_settings else ""
+        return f"{message}; {way}{command.prog} --help lists the options"
     if takes_settings:
         return f"{message}; a setting is one word, key=value, such as seed=1"
     return message

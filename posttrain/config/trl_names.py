@@ -6,6 +6,7 @@ from __future__ import annotations
 BATCH = "batch, and in RL prompts x siblings; micro_tokens splits the work"
 EPOCHS = "epochs of a stage that learns from rows (sft, dpo, reward_model), else steps"
 PULL = "pull.coef in RL, beta of a stage that learns from pairs"
+GPUS = "posttrain run ... --nproc N (docs/guides/ranks.md)"
 OTHERS: dict[str, str] = {
     "model_name_or_path": "model",
     "train_dataset": "env.prompts (from Python env=posttrain.prompts(...))",
@@ -69,6 +70,11 @@ FIRST_TRIED: dict[str, str] = {
     "kl_coef": PULL,
     "max_new_tokens": "sampling.max_tokens",
     "vllm": "engine=vllm",
+    "lora": "model.lora.rank=16",
+    "lora_rank": "model.lora.rank",
+    "use_peft": "model.lora.rank=16",
+    "gpus": GPUS,
+    "num_gpus": GPUS,
 }
 """A word that people try first, where it is no setting -> ours."""
 

@@ -113,5 +113,6 @@ def _refuse(declared: Any, word: str, path: str) -> ConfigError:
     if valid := [str(v) for v in dataclass_json.choices(declared)]:
         none = ["none"] if type(None) in dataclass_json.members(declared) else []
         return ConfigError(f"{path}={word}: {nearest(word, valid + none)}")
-    case_hint = f"; did you mean '{word.lower()}'?" if word.lower() in _BOOLS or word.lower() == "none" else ""
-    return ConfigError(f"{path}={word}: expected {dataclass_json.describe(declared)}{case_hint}")
+    rows = path.endswith(".prompts") and word.endswith((".json", ".jsonl", ".parquet"))
+    advice = f". Rows of yours are env.prompts={word}" if rows else ""
+    return ConfigError(f"{path}={word}: expected {dataclass_json.describe(declared)}{advice}")

@@ -36,6 +36,20 @@ from posttrain.verifier.user_code import failed_call
 Form = Literal["ours", "trl"]
 RewardFunction = Callable[..., Any]
 
+ANSWER_NAMES = (
+    "text",
+    "response",
+    "completion",
+    "answer",
+    "output",
+    "solution_str",
+    "prediction",
+    "pred",
+    "generation",
+)
+"""Names that functions of other libraries give to what the model wrote, which they take first."""
+TRUTH_NAMES = ("task", "ground_truth", "truth", "gold", "label", "reference", "target", "expected")
+"""Names that they give to the right answer, which they take second."""
 TIMEOUT = 30.0
 """Default for the seconds that one call of a reward function may take."""
 
@@ -150,6 +164,12 @@ def form(function: RewardFunction, name: str) -> Form:
         return "trl"
     # `*args` can be called with two arguments too, but does not show that it expects these two.
     if inspect.Parameter.VAR_POSITIONAL not in kinds and _takes_two(function):
+        first, second = (*parameters, "")[:2]
+        if first in ANSWER_NAMES or second in TRUTH_NAMES:
+            raise ConfigError(
+                f"reward {name!r} has the arguments ({first}, {second}), and would be called with (task, text): text is"
+                f" what the model wrote, and task.answer is what column 'answer' holds. Write it as {name}(task, text)"
+            )
         return "ours"
     # `def reward(**columns)` names no argument and can only be called by keyword.
     if any_keyword and not _takes_two(function):

@@ -358,6 +358,9 @@ def test_start_up_is_quick() -> None:
     [
         (["shwo", "x"], "there is no command shwo; did you mean 'show'?"),
         (["run", "verifiable", "--resum", "x"], "did you mean --resume?"),
+        (["sft", "model=x"], "there is no command sft; posttrain run sft starts it"),
+        (["run", "sft", "--model", "my-model"], "a setting has no dashes: model=my-model; posttrain run --help lists"),
+        (["run", "sft", "--rl.steps=3"], "a setting has no dashes: rl.steps=3; posttrain run --help lists"),
         (["run", "verifiable", "seed", "1"], "a setting is one word, key=value, such as seed=1"),
     ],
 )

@@ -170,6 +170,10 @@ def test_everything_is_checked_once_together() -> None:
         ("xyzzy=1", "settings begin with one of"),
         ("prompts=many", "rl.prompts=many: expected a whole number"),
         ("prompts=3.5", "rl.prompts=3.5: expected a whole number"),
+        (
+            "prompts=rows.jsonl",
+            "rl.prompts=rows.jsonl: expected a whole number. Rows of yours are env.prompts=rows.jsonl",
+        ),
         ("evaluation.greedy=yes", "evaluation.greedy=yes: expected true or false"),
         ("rl.optimizer.lr=nan", "rl.optimizer.lr=nan: expected a number"),
         ("ratio=tokn", "rl.algorithm.ratio=tokn: did you mean 'token'?"),

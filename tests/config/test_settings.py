@@ -4,6 +4,7 @@ back as YAML."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from posttrain.build.request.run_file import from_yaml, to_yaml
 from posttrain.build.request.setting_groups import groups
+from posttrain.build.request.settings_from_rows import rewards_for_rows
 from posttrain.cli import main
 from posttrain.cli.settings_help import settings_text
 from posttrain.config.field_docs import about, meaning, sentence
@@ -25,6 +27,7 @@ from posttrain.environment.gallery import GALLERY
 from posttrain.environment.make import shipped_class
 from posttrain.ladder.policy_rows import LADDER
 from posttrain.recipe.recipes import RECIPES, recipe
+from posttrain.record.runtime_objects import RuntimeObjects
 from posttrain.system import dataclass_json
 from posttrain.system.errors import ConfigError
 
@@ -264,3 +267,19 @@ def test_rewards_whose_weights_sum_to_one_are_chances() -> None:
     run = recipe("verifiable")
     kept = apply(run, ["env.rewards.0.weight=0.5", "env.rewards.1.weight=0.5", "algorithm=prime"])
     assert kept.env.paid_weights == (0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("answer", "more"),
+    [
+        ("7", ""),
+        ("Four more.\n#### 7", ". {}:1 has a solution there, which an answer never equals whole: .*rewards=math"),
+    ],
+)
+def test_the_recipes_reward_on_rows_of_ones_own_is_told(answer: str, more: str, tmp_path: Path) -> None:
+    (data := tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "3 + 4", "answer": answer}) + "\n")
+    run = apply(recipe("grpo"), [f"env.prompts={data}"])
+    same, (line,) = rewards_for_rows(run, {"env.prompts"}, RuntimeObjects())
+    assert same == run
+    assert re.fullmatch(f"env.rewards: exact, the recipe's, on column 'answer'{more.format(data)}", line)
+    assert rewards_for_rows(run, {"env.prompts", "env.rewards"}, RuntimeObjects()) == (run, ())

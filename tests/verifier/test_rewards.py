@@ -212,6 +212,10 @@ def test_cancelling_the_run_cancels_the_judging() -> None:
         (lambda a, b, c: 1.0, "neither of the two"),
         (lambda *args, **kwargs: 1.0, "neither of the two"),
         (lambda text: 1.0, "neither of the two"),
+        # Called with (task, text) they would compare the task with the model's answer, and never pay.
+        (lambda response, answer: float(response == answer), r"the arguments \(response, answer\).*\(task, text\)"),
+        (lambda solution_str, ground_truth, method="strict": 1.0, r"Write it as .*\(task, text\)"),
+        (lambda question, label: 1.0, r"Write it as .*\(task, text\)"),
         (lambda completions, environments, **kw: [1.0], "'environments', which is not available"),
     ],
 )

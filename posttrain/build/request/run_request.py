@@ -17,7 +17,7 @@ from posttrain.build.request.extend import ResumedRun, check_changes, extension
 from posttrain.build.request.input_digests import accepted, changed_files, changed_tasks, input_notes, refuse_gone
 from posttrain.build.request.own_pieces import own_classes
 from posttrain.build.request.run_file import is_recipe, is_yaml, run_of
-from posttrain.build.request.settings_from_rows import with_epochs, without_answers
+from posttrain.build.request.settings_from_rows import rewards_for_rows, with_epochs
 from posttrain.build.request.trust_prompt import admitted, edit_notes, missing_notes, permit_file
 from posttrain.build.request.user_objects import UserObjects, given_again, given_notes, object_notes, recorded
 from posttrain.build.reward_paths import check_reward_models
@@ -179,7 +179,7 @@ def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) ->
     out = Path(options.out) if options.out else None
     about = {**words, **origin, **recorded(objects)}
     given = user_paths if is_recipe(recipe) else None
-    run, unjudged = without_answers(run, given or (), objects)
+    run, unjudged = rewards_for_rows(run, given or (), objects)
     notes = (*object_notes(objects), *unjudged)
     return RunRequest(run=run, out=out, notes=notes, recorded=about, given=given, objects=objects)
 

@@ -19,27 +19,35 @@ from posttrain.role.prompt_order import RevisitingTasks
 from posttrain.system.errors import ConfigError
 
 
-def without_answers(run: Run, given: Collection[str], objects: RuntimeObjects) -> tuple[Run, tuple[str, ...]]:
-    """(the run without the recipe's rewards, a line that says so), if a row of the user's data has no answer that they
-    could read; else the run and (). ConfigError where a stage samples and would have no reward left."""
+def rewards_for_rows(run: Run, given: Collection[str], objects: RuntimeObjects) -> tuple[Run, tuple[str, ...]]:
+    """(the run, a line about its rewards) where the user gave rows and no rewards; else the run and ().
+
+    The recipe's rewards, made for the recipe's own rows, judge the user's where each of these has an answer; else they
+    are left out. ConfigError where a stage samples and would have no reward left.
+    """
     env = run.env
     if env.mix and "env.prompts" not in given:
         raise ConfigError("env.mix is mixed with env.prompts, which is the example of the recipe: give env.prompts")
-    # Only if the user gave rows and no rewards: then the rewards are the recipe's, made for the recipe's own rows.
     only_rows_given = "env.prompts" in given and not any(g.split(".")[:2] == ["env", "rewards"] for g in given)
     if env.name != "prompts" or env.prompts is None or not only_rows_given or not env.rewards:
         return run, ()
     args = {k: v for k, v in env.args.items() if k in ("answer_column", "split")}  # those that are read here
-    columns = replace(Columns(), **args)
-    # The first row without an answer decides; rows after it need not be read.
-    place = next((p for p, row in _rows(env, columns, objects) if row.get(columns.answer_column) is None), None)
-    if place is None:
-        return run, ()
-    lacks = f"{place} has no column {columns.answer_column!r}"
-    if sampled := [s.name for s in run.stages if s.env is None and s.contract is not None]:
-        raise ConfigError(f"{lacks}, so nothing judges what {sampled[0]} samples. {REWARD_LINE}")
-    line = f"env.rewards: none, because {lacks}. Nothing is sampled and judged; the measure is on held-out rows"
-    return replace(run, env=replace(env, rewards=())), (line,)
+    columns, named, with_solution = replace(Columns(), **args), ", ".join(r.function for r in env.rewards), ""
+    for place, row in _rows(env, columns, objects):
+        answer = row.get(columns.answer_column)
+        # The first row without an answer decides; rows after it need not be read.
+        if answer is None:
+            lacks = f"{place} has no column {columns.answer_column!r}"
+            if sampled := [s.name for s in run.stages if s.env is None and s.contract is not None]:
+                raise ConfigError(f"{lacks}, so nothing judges what {sampled[0]} samples. {REWARD_LINE}")
+            line = f"env.rewards: none, because {lacks}. Nothing is sampled and judged; the measure is on held-out rows"
+            return replace(run, env=replace(env, rewards=())), (line,)
+        if "####" in str(answer) or "\\boxed" in str(answer):
+            with_solution = with_solution or place
+    line = f"env.rewards: {named}, the recipe's, on column {columns.answer_column!r}"
+    if with_solution and "exact" in named:
+        line += f". {with_solution} has a solution there, which an answer never equals whole: set env.rewards=math"
+    return run, (line,)
 
 
 def _rows(env: Env, columns: Columns, objects: RuntimeObjects) -> Iterator[tuple[str, Mapping[str, object]]]:
