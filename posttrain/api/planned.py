@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from posttrain.build.request.defaults import Choices, given_paths, room_for_minibatches, word
+from posttrain.build.request.defaults import for_model, given_paths, room_for_minibatches
 from posttrain.build.request.input_measures import GIB, Machine, ModelSize, memory_here
 from posttrain.build.request.run_file import is_recipe, run_of
 from posttrain.config import overrides as dotted
@@ -84,7 +84,9 @@ def planned(recipe: str, words: Sequence[str], options: PlanOptions) -> Planned:
     room = room_for_minibatches(base, overrides) if is_recipe(recipe) else []
     run = dotted.apply(base, [*room, *overrides])
     shape, positions = model_shape(run.model)
-    run, notes = _chosen(run, given_paths(base, overrides), shape, positions, where, is_recipe(recipe))
+    # Prompts of a given length need no context that the data would bound.
+    given = given_paths(base, overrides) | ({"model.context"} if options.prompt is not None else frozenset())
+    run, notes = _chosen(run, given, shape, positions, where, is_recipe(recipe))
     stage = stage_of(run, options.stage)
     lengths, length_notes = lengths_of(stage, run.model.context or positions, options)
     work = replace(
@@ -201,12 +203,14 @@ def model_shape(model: Model) -> tuple[ModelShape, int]:
 def _chosen(
     run: Run, given: frozenset[str], shape: ModelShape, positions: int, where: Hardware, recipe: bool
 ) -> tuple[Run, tuple[str, ...]]:
-    """The run with the settings that `posttrain run` would choose for this model on this machine.
+    """The run with the settings that `posttrain run` would choose for this model on this machine, and notes.
 
     Of a run that is no recipe it chooses none. Here only the device is taken from the machine that is planned.
     """
-    if run.model.path is None:
-        return run, ()
+    device = "cuda" if where.device.accelerator else "cpu"
+    if not recipe:
+        kept = run.model.path is None or "model.device" in given
+        return run if kept else dotted.apply(run, [f"model.device={device}"]), ()
     size = ModelSize(
         parameters=shape.parameters,
         positions=positions or None,
@@ -215,12 +219,12 @@ def _chosen(
         ffn=shape.feed,
         cache_width=shape.cache_bytes(1) // shape.layers,  # at one byte each, bytes are numbers
     )
-    device = "cuda" if where.device.accelerator else "cpu"
     place = Machine(device=device, why=where.name, memory=where.device.memory / GIB, cores=cores())
-    choices = Choices(run, given, None, size, place).made()
-    words = [f"{path}={word(value)}" for path, (value, _) in choices.items() if recipe or path == "model.device"]
-    note = (f"settings left open are those that a run chooses for this model and machine ({len(choices)})",)
-    return dotted.apply(run, words), note if recipe else ()
+    ready = for_model(run, given, planned=(size, place))
+    left_out = [text for path, text in ready.chosen.items() if path == "stages"]
+    count = len(ready.chosen) - len(left_out)
+    note = f"settings left open are those that a run chooses for this model and machine ({count})"
+    return ready.run, (*left_out, note) if count else ready.lines
 
 
 def lengths_of(stage: Stage, context: int, options: PlanOptions) -> tuple[Lengths, tuple[str, ...]]:

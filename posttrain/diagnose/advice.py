@@ -68,6 +68,11 @@ class Case:
         return "env" if self.s.stage.env is None else f"{self.s.name}.env"
 
     @property
+    def data_path(self) -> str:
+        """The path of the setting that gives the data."""
+        return f"{self.env_path}.{'prompts' if self.env.prompts else 'args'}"
+
+    @property
     def curve(self) -> Curve:
         """Held-out scores by step: mean rewards where outcomes are grades, else accuracy. Higher is better."""
         return self.s.heldout_reward if self.s.graded else self.s.heldout
@@ -96,9 +101,11 @@ class Case:
 
     @property
     def one_level(self) -> float | None:
-        """The mean reward of every step, where all are the same."""
-        levels = {x for _, x in self.s.rewards}
-        return levels.pop() if len(levels) == 1 else None
+        """The reward of every answer that was sampled for training, where all are the same."""
+        # Equal means alone do not show it: within a step rewards may differ. The bound is for rounding.
+        stds, levels = self.s.reward_stds, {x for _, x in self.s.rewards}
+        alike = len(stds) == len(self.s.rewards) and all(x < 1e-9 for _, x in stds)
+        return levels.pop() if len(levels) == 1 and alike else None
 
     @property
     def began_and_ended(self) -> tuple[float, float]:
@@ -116,7 +123,8 @@ class Case:
     @property
     def most_heldout(self) -> int | None:
         """The most prompts that the data lets be held out."""
-        return None if self.prompts is None else max(1, self.prompts // HELDOUT_SHARE)
+        # Of a single prompt none: something must be left to train on.
+        return None if self.prompts is None else min(self.prompts - 1, max(1, self.prompts // HELDOUT_SHARE))
 
     @property
     def room(self) -> bool:
@@ -197,7 +205,10 @@ def _to_tell(c: Case) -> Iterator[Advice]:
     """Advice for a stage of which nothing can be told: how to make it tell."""
     env, stage, env_path = c.env, c.s.stage, c.env_path
     cut_short = c.s.end is None or c.s.end.step == 0
-    if not env.heldout:
+    if not env.heldout and c.most_heldout == 0:
+        text = f"give more prompts, and hold some out: its data has one ({c.data_path}, {env_path}.heldout)"
+        yield Advice("give more prompts", TELL, text)
+    elif not env.heldout:
         most = 100 if c.most_heldout is None else min(100, c.most_heldout)
         yield Advice("hold prompts out", TELL, f"hold prompts out: {env_path}.heldout={most}")
     if not env.judges:
@@ -262,9 +273,9 @@ def _heldout(c: Case) -> Iterator[Advice]:
         yield Advice("more held out", "held out", f"{advised} ({c.env_path}.heldout={heldout})")
     elif c.prompts is not None:
         text = (
-            f"its data has {c.prompts} prompts, of which at most one in {HELDOUT_SHARE} is held out: about"
-            f" {c.wanted * HELDOUT_SHARE:,} would tell ({c.env_path}.{'prompts' if c.env.prompts else 'args'} of a"
-            " larger set); with these, more evaluation.samples narrow the interval a little"
+            f"its data has {c.prompts} prompts, of which {c.most_heldout} can be held out: about"
+            f" {c.wanted * HELDOUT_SHARE:,} would tell ({c.data_path} of a larger set); with these, more"
+            " evaluation.samples narrow the interval a little"
         )
         yield Advice("more data", "held out", text)
 
@@ -303,7 +314,8 @@ def _flat(c: Case) -> Iterator[Advice]:
     if c.no_gain_known and not c.s.graded and level is not None and level > 0 and not c.found:
         text = f"every answer earned {level:g}: mend the reward if it pays for wrong answers too, else use"
         yield Advice("one reward for all", CAUSE, f"{text} harder prompts")
-    if c.no_gain_known and passed is not None and passed.before == passed.after == 0 and c.rose <= 0.05:
+    never = passed is not None and passed.before == passed.after == 0 and not c.s.greedy
+    if c.no_gain_known and never and c.rose <= 0.05:
         text = "no held-out answer was right, before or after: use easier prompts, imitate right answers first, or"
         yield Advice("never right", CAUSE, f"{text} mend the reward")
     if c.no_gain_known and passed is not None and passed.before > 0.9:
@@ -314,7 +326,8 @@ def _flat(c: Case) -> Iterator[Advice]:
     if c.fell and c.verdict in ("did not learn", "cannot be told"):
         yield Advice("it fell", CAUSE, f"it rather fell: fewer steps, or a lower learning rate ({c.rate(1 / 3)})")
     sampled = isinstance(c.s.stage, Reinforce)
-    if c.no_gain_known and sampled and level is None and c.s.rewards and abs(c.rose) <= 0.05 * c.width:
+    # A single step has nothing to be compared with.
+    if c.no_gain_known and sampled and level is None and len(c.s.rewards) > 1 and abs(c.rose) <= 0.05 * c.width:
         began, ended = map(number_text, c.began_and_ended)
         of = f" of a range of {number_text(c.width, '.2g')}" if c.s.graded else ""
         text = f"training reward hardly changed ({began} to {ended}{of}): a higher learning rate or more steps"

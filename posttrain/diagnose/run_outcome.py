@@ -76,6 +76,8 @@ class StageOutcome:
     agreement_before: float | None = None
     agreements: Curve = ()
     """The share `agreement` by the steps taken, the first and the last measurement included."""
+    reward_stds: Curve = ()
+    """Standard deviation of each step's outcomes, where it is recorded."""
     began: str = START
     """Name of the weights it started from."""
     likelihoods: Mapping[int, HeldoutLoss] = field(default_factory=dict[int, HeldoutLoss])
@@ -247,6 +249,7 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
         agreement=agreement,
         agreement_before=agreement_before,
         agreements=tuple(sorted(agreements.items())),
+        reward_stds=_curve(steps, "rollout/reward_std"),
         began=starts(run.stages, stage),
         # A stage that reads judgements writes 0 or 1 of each pair in the same place where others write a loss.
         likelihoods={} if stage.judged else losses,

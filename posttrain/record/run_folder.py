@@ -147,12 +147,14 @@ class RunFolder:
             return RunFolder(folder, run, lock)
 
     @staticmethod
-    def open_for_resume(path: Path | str) -> tuple[RunFolder, Checkpoint | None]:
+    def open_for_resume(
+        path: Path | str, check: Callable[[RunFolder, Checkpoint | None], object] = lambda *_: None
+    ) -> tuple[RunFolder, Checkpoint | None]:
         """(the run folder, which is cut back to a checkpoint; that checkpoint, or None where the run begins anew).
 
         `path` is a run folder, which means its last checkpoint, or one checkpoint inside it. Everything after the
         checkpoint is removed. A damaged checkpoint is an error that names the file and the newest undamaged checkpoint
-        before it.
+        before it. `check` is called before anything is removed; where it raises, the folder stays as it was.
         """
         folder, chosen = run_reader.folder_of(path)
         run = run_reader.run_file(folder).run
@@ -164,6 +166,7 @@ class RunFolder:
             opened = RunFolder(folder, run, lock)
             # Chosen before anything is cut: a damaged choice leaves the folder as it was.
             checkpoint = opened._choose(chosen)
+            check(opened, checkpoint)
             opened._cut_back(checkpoint)
             return opened, checkpoint
 

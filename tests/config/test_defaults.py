@@ -4,12 +4,14 @@ stays."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from posttrain.api.planned import PlanOptions, planned
 from posttrain.build.request import defaults
 from posttrain.build.request.defaults import (
     LR,
@@ -21,7 +23,15 @@ from posttrain.build.request.defaults import (
     learning_rate,
     room_for_minibatches,
 )
-from posttrain.build.request.input_measures import Machine, ModelSize, SeenDevices, best_device, data_size, model_size
+from posttrain.build.request.input_measures import (
+    GIB,
+    Machine,
+    ModelSize,
+    SeenDevices,
+    best_device,
+    data_size,
+    model_size,
+)
 from posttrain.build.request.run_request import RunOptions, requested
 from posttrain.config import overrides
 from posttrain.config.env import Env
@@ -151,6 +161,24 @@ def test_a_small_model_keeps_the_settings_of_the_recipe(qwen: Path) -> None:
         file.truncate(200_000)
     ready = chosen("arithmetic", f"model={qwen}")
     assert ready.run.stages == recipe("arithmetic").stages and "100,000 parameters" in ready.lines[0]
+
+
+TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 258}
+
+
+@pytest.mark.parametrize(("more", "size"), [({}, 988_097_824), (TINY, 60_000)])
+@pytest.mark.parametrize("name", ["grpo", "verifiable"])
+def test_a_plan_is_of_the_run_that_starts(
+    name: str, more: dict[str, int], size: int, qwen: Path, tmp_path: Path
+) -> None:
+    """By the size of the model and by the rows: few prompts, short ones, and nothing to imitate."""
+    (qwen / "config.json").write_text(json.dumps({**CONFIG, **more}))
+    with (qwen / "model.safetensors").open("wb") as file:
+        file.truncate(size)
+    words = [f"model={qwen}", rows(tmp_path, 12), "env.rewards=exact"]
+    plan = planned(name, [*words, "machine=H100"], PlanOptions())
+    assert plan.run == chosen(name, *words, on=replace(GPU, memory=plan.memory / GIB)).run
+    assert planned(name, [*words, "machine=H100"], PlanOptions(prompt=1500)).work.lengths.prompt == 1500
 
 
 def test_the_learning_rate_falls_with_the_size(qwen: Path, tmp_path: Path) -> None:

@@ -100,13 +100,15 @@ RATE = "the learning rate is far too low. Set rl.optimizer.lr=5e-2"
 PAID = "paid more, not more often right"
 FELL = {"verdict": "got worse", "gain": gain(0.8, 0.4), "change": -0.4}
 BEST_AT_20 = {"heldout": ((0, 0.4), (20, 0.7), (40, 0.2))}
-ONE = {"rewards": tuple((i, 0.25) for i in range(1, 41))}
+SAME_MEANS = {"rewards": tuple((i, 0.25) for i in range(1, 41))}
+ONE = {**SAME_MEANS, "reward_stds": tuple((i, 1e-17) for i in range(1, 41))}
 UNSURE = {"verdict": "cannot be told", "gain": gain(0.4, 0.45), "change": 0.05}
 NEVER = gain(0.0, 0.0)
 EASY = gain(0.95, 0.95)
 
 TABLE: dict[str, tuple[Case, Case]] = {
     "hold prompts out": (blind(at=run(env={"heldout": 0})), blind()),
+    "give more prompts": (blind(at=run(env={"heldout": 0}), prompts=1), blind(at=run(env={"heldout": 0}), prompts=2)),
     "give rewards": (blind(at=run(env={"rewards": ()})), blind(at=run(env={"name": "arithmetic", "rewards": ()}))),
     "hold judgements out": (blind(of={"stage": RANKS}), blind(of={"end": measured(0.4, 40)})),
     "measure it": (
@@ -179,6 +181,24 @@ def test_a_piece_is_said_where_it_is_right_and_nowhere_else(name: str) -> None:
     right, wrong = ([a.name for a in chosen(c)] for c in TABLE[name])
     assert name in right, right
     assert name not in wrong, wrong
+
+
+@pytest.mark.parametrize(
+    ("found", "word"),
+    [
+        (case(of=SAME_MEANS), "every answer"),
+        (case(of={**ONE, "reward_stds": ((1, 0.39), *ONE["reward_stds"][1:])}), "every answer"),
+        (case(graded=True, of=SAME_MEANS), "every answer"),
+        (case(of={"accuracy": NEVER, "greedy": 0.1}, gain=NEVER), "no held-out answer"),
+        (case(of={"rewards": ((1, 0.1875),)}), "hardly changed"),
+        (case(**UNSURE, prompts=2), "one in 5"),
+        (blind(at=run(env={"heldout": 0}), prompts=1), "heldout="),
+    ],
+)
+def test_words_that_the_record_does_not_bear_out(found: Case, word: str) -> None:
+    """Steps of one mean whose answers differ, or of which nothing more is recorded; a right greedy answer; the change
+    of one step; a part of few prompts; and one prompt, of which none can be held out."""
+    assert not any(word in x for x in advice(found, most=9))
 
 
 def test_a_reward_model_that_could_order_nothing_is_told_why() -> None:

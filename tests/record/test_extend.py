@@ -99,7 +99,8 @@ def test_a_kill_while_a_run_is_reopened_loses_nothing(copy: Path, after: str, mo
 
 
 REFUSALS: dict[tuple[str, ...], str] = {
-    ("rl.steps=3",): "4 steps are taken already",
+    ("rl.steps=3",): "4 steps are taken already. Give more, or go back to .*checkpoints/[0-9]+-rl-000003 rl.steps=3$",
+    ("rl.steps=2",): "4 steps are taken already. Give more, or start a new run: no checkpoint that is left has as few",
     ("sft.steps=9",): "sft is over, and a later stage has begun",
     (
         "rl.optimizer.lr=1e-3",
@@ -120,6 +121,16 @@ def test_what_would_change_the_past_is_refused_with_the_way(copy: Path, words: t
     with pytest.raises(ConfigError, match=REFUSALS[words]):
         posttrain.run(*words, resume=copy, quiet=True)
     assert (copy / "run.json").read_bytes() == before and len(scan(copy)) == len(scan(copy))
+
+
+def test_a_length_that_is_refused_at_an_earlier_checkpoint_removes_no_later_one(copy: Path) -> None:
+    middle = next(c for c in scan(copy) if c.state["running"])
+    before = [c.name for c in scan(copy)]
+    with pytest.raises(ConfigError, match="3 steps are taken already. Give more, or start a new run"):
+        posttrain.run("rl.steps=1", resume=middle.folder, quiet=True)
+    assert [c.name for c in scan(copy)] == before and run_reader.steps(copy)[-1].index == 4
+    done = posttrain.run("rl.steps=3", resume=middle.folder, quiet=True)
+    assert [s.steps for s in done.stages] == [2, 3]
 
 
 def test_a_target_that_ended_a_run_has_to_change_too(tmp_path: Path) -> None:

@@ -329,6 +329,7 @@ def for_model(
     trained: bool = True,
     only: Collection[str] = (),
     objects: RuntimeObjects = RuntimeObjects(),
+    planned: tuple[ModelSize, Machine] | None = None,
 ) -> ModelDefaults:
     """The run with a choice for every setting that was not given, and the lines to print. Without `model.path` only
     stages for which the data has nothing are left out. A model as small as a recipe's own, or one that a run built,
@@ -339,6 +340,7 @@ def for_model(
         trained: False where the weights are of a model that a run built.
         only: words of the paths to choose: the first word, or the second, as in `rl.sampling.max_tokens`. Empty: all.
         objects: what a Python program handed to the run.
+        planned: the sizes of the model, and the machine, of a plan; None: those of `model.path` and of this machine.
     """
     # Rows are read only where the user gave data or a model: for a recipe as it is shipped nothing depends on them.
     data = data_size(run.env, objects) if {"env.prompts", "model", "model.path"} & given else None
@@ -346,13 +348,16 @@ def for_model(
     chosen = {"stages": "; ".join(lines)} if lines else {}
     if run.model.path is None:
         return ModelDefaults(run, tuple(lines), chosen)
-    source = run_source(run.model.path)
-    size = model_size(run.model.path if source is None else str(source[0] / MODEL))
+    if planned is not None:
+        size = planned[0]
+    else:
+        source = run_source(run.model.path)
+        size = model_size(run.model.path if source is None else str(source[0] / MODEL))
     if not trained or (size is not None and size.parameters < TRAINED):
         return ModelDefaults(run) if only else _as_the_recipe(run, given, size, trained, lines, chosen)
     # A device that the user named decides the choices, also where the machine has a better one.
     device = run.model.device if "model.device" in given else None
-    choices = Choices(run, given, data, size, machine(device))
+    choices = Choices(run, given, data, size, machine(device) if planned is None else planned[1])
     asked = {path: c for path, c in choices.made().items() if not only or {*path.split(".")[:2]} & {*only}}
     lines += [f"settings chosen for {run.model.path} (give any of them yourself):"]
     return _with_choices(run, asked, lines, [w for w in (choices.warning(),) if w], chosen)

@@ -22,7 +22,7 @@ from posttrain.config.stages.stage import Stage
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.redact_secrets import scrubbed_data
 from posttrain.record import provenance
-from posttrain.record.checkpoint import Checkpoint
+from posttrain.record.checkpoint import Checkpoint, scan
 from posttrain.record.external_access import Ask, asks, values
 from posttrain.record.run_folder import RunFolder
 from posttrain.record.run_reader import damage_is_named, run_file
@@ -217,7 +217,7 @@ def extension(book: RunFolder, checkpoint: Checkpoint | None, new: Run) -> Resum
         running: Any = state.get("running") or {}
         step = int(running.get("step", 0))
         if done < len(new.stages):
-            _enough_steps(book.folder, new.stages[done], step, allow_equal=True)
+            _enough_steps(book.folder, new, done, step, allow_equal=True)
         # The running stage met a stop condition in its last step before the checkpoint, and is now made longer.
         if running.get("ended") and new.stages[done].name in new_lengths:
             state["running"] = {**running, **GOES_ON}
@@ -244,7 +244,7 @@ def _reopened(book: RunFolder, checkpoint: Checkpoint, new: Run, edits: tuple[Ch
         state = dict(reopening["progress"])
         running = dict(state["running"])
         step = int(running["step"])
-    _enough_steps(book.folder, last, step, allow_equal=False)
+    _enough_steps(book.folder, new, len(new.stages) - 1, step, allow_equal=False)
     # Without this check the run would be opened, take no step, and be finished again.
     if why := _ended_still(last, running, edits):
         raise ConfigError(why)
@@ -254,14 +254,24 @@ def _reopened(book: RunFolder, checkpoint: Checkpoint, new: Run, edits: tuple[Ch
     return ResumedRun(new, edits, state, gauges, step)
 
 
-def _enough_steps(folder: Path, stage: Stage, step: int, allow_equal: bool) -> None:
-    """ConfigError where a stage's new length is less than the steps taken, or equal to them unless `allow_equal`."""
+def _enough_steps(folder: Path, run: Run, at: int, step: int, allow_equal: bool) -> None:
+    """ConfigError where the new length of the stage number `at` is less than the steps taken, or equal to them unless
+    `allow_equal`."""
+    stage = run.stages[at]
     if stage.steps > step or (allow_equal and stage.steps == step):
         return
-    raise ConfigError(
-        f"{stage.name}.steps={stage.steps}: {step} steps are taken already. Give more, or go back to an earlier"
-        f" checkpoint first: {command_line('run', '--resume', f'{folder}/checkpoints/NAME')}"
-    )
+    length = f"{stage.name}.steps={stage.steps}"
+    if early := [c for c in scan(folder) if _taken(c, at) <= stage.steps]:
+        way = f"go back to an earlier checkpoint: {command_line('run', '--resume', early[-1].folder, length)}"
+    else:
+        way = "start a new run: no checkpoint that is left has as few"
+    raise ConfigError(f"{length}: {step} steps are taken already. Give more, or {way}")
+
+
+def _taken(checkpoint: Checkpoint, at: int) -> float:
+    """The steps of the stage number `at` that were taken at a checkpoint; infinite where the stage was over."""
+    done, running = int(checkpoint.state.get("stage", 0)), checkpoint.state.get("running") or {}
+    return math.inf if done > at else int(running.get("step", 0)) if done == at else 0
 
 
 def _ended_still(stage: Stage, running: Mapping[str, Any], edits: Sequence[Change]) -> str:
