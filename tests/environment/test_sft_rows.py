@@ -217,6 +217,29 @@ def test_where_a_reward_is_missing_the_line_is_said(
     assert "Set sft.style=chosen, or leave the stage out" in said
 
 
+def in_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("row", "words", "columns"),
+    [
+        ({"instruction": "a", "input": "", "output": "b", "n": 1}, ["env.args.prompt_column=instruction"], "output"),
+        ({"question": "a", "answer": "b"}, ["env.args.prompt_column=question"], "answer"),
+        ({"prompt": [user("a")], "response": "b", "source": "c"}, [], "response, source"),
+        ({"prompt": "a", "n": 1}, [], ""),
+    ],
+)
+def test_where_completions_have_another_name_their_setting_and_the_columns_are_said(
+    row: Any, words: list[str], columns: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = f"env.prompts={in_lines(tmp_path / 'm.jsonl', [row])}"
+    said = refused(capsys, "run", "sft", data, "env.rewards=none", *words, code=2)
+    assert said.strip().endswith(f"(the rows have also: {columns})" if columns else "sft=none")
+    assert ("env.args.completion_column=COLUMN" in said) == bool(columns)
+
+
 @pytest.mark.parametrize(
     ("row", "says"),
     [
