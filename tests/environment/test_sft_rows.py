@@ -11,6 +11,7 @@ import pytest
 
 import posttrain
 from posttrain.api.session import final_scalars
+from posttrain.build.request.run_request import RunOptions, requested
 from posttrain.cli import main
 from posttrain.config.run import Run, Supervised
 from posttrain.diagnose.learning_verdict import learned
@@ -238,6 +239,17 @@ def test_where_completions_have_another_name_their_setting_and_the_columns_are_s
     said = refused(capsys, "run", "sft", data, "env.rewards=none", *words, code=2)
     assert said.strip().endswith(f"(the rows have also: {columns})" if columns else "sft=none")
     assert ("env.args.completion_column=COLUMN" in said) == bool(columns)
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo", "reward_model"])
+def test_a_batch_of_more_rows_than_there_are_is_one_pass(stage: str, tmp_path: Path) -> None:
+    data = rows(tmp_path / "m.jsonl", "messages") if stage == "sft" else pairs(tmp_path / "p.jsonl")
+    words = [f"env.prompts={data}", f"{stage}.epochs=2"]
+    for more, taken in (([], (24, 2)), ([f"{stage}.batch=48"], (48, 1)), ([f"{stage}.batch=8"], (8, 6))):
+        with requested(stage, [*words, *more], RunOptions()) as asked:
+            s: Any = asked.run.stage(stage)
+            assert (s.batch, s.steps) == taken
+            assert (f"{stage}.batch: 24, because a pass has 24 rows" in asked.notes) == (not more)
 
 
 @pytest.mark.parametrize(
