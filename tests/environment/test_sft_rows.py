@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import posttrain
-from posttrain.api.session import final_scalars
+from posttrain.api.session import final_scalars, heldout_notes, unread_notes
 from posttrain.build.request.run_request import RunOptions, requested
 from posttrain.cli import main
 from posttrain.config.run import Run, Supervised
@@ -241,6 +241,30 @@ def test_where_completions_have_another_name_their_setting_and_the_columns_are_s
     assert ("env.args.completion_column=COLUMN" in said) == bool(columns)
 
 
+@pytest.mark.parametrize(
+    ("row", "words", "columns"),
+    [
+        ({"prompt": "a", "input": "x", "completion": "b", "source": "web", "id": "7"}, [], "input"),
+        ({"prompt": "a", "system": "s", "context": "c", "completion": "b"}, [], "context, system"),
+        ({"prompt": "a", "input": "", "context": 3, "completion": "b"}, [], ""),
+        ({"prompt": "sum: a x", "input": "x", "completion": "b"}, [], ""),
+        ({"prompt": "a", "input": "b"}, ["env.args.completion_column=input"], ""),
+        ({"messages": [user("a"), bot("b")], "context": "c"}, [], ""),
+        ({"text": "a", "input": "x"}, [], ""),
+    ],
+)
+def test_text_that_usually_is_a_part_of_the_prompt_and_is_not_read_is_told(
+    row: Any, words: list[str], columns: str, tmp_path: Path
+) -> None:
+    data = f"env.prompts={in_lines(tmp_path / 'm.jsonl', [row])}"
+    with requested("sft", [data, "env.rewards=none", "env.heldout=0", *words], RunOptions()) as asked:
+        notes = unread_notes(asked.run, {"sft": asked.environment})
+    assert len(notes) == bool(columns)
+    assert (
+        not columns or f"text of these columns: {columns}. What the model shall read must stand in 'prompt'" in notes[0]
+    )
+
+
 @pytest.mark.parametrize("stage", ["sft", "dpo", "reward_model"])
 def test_a_batch_of_more_rows_than_there_are_is_one_pass(stage: str, tmp_path: Path) -> None:
     data = rows(tmp_path / "m.jsonl", "messages") if stage == "sft" else pairs(tmp_path / "p.jsonl")
@@ -250,6 +274,13 @@ def test_a_batch_of_more_rows_than_there_are_is_one_pass(stage: str, tmp_path: P
             s: Any = asked.run.stage(stage)
             assert (s.batch, s.steps) == taken
             assert (f"{stage}.batch: 24, because a pass has 24 rows" in asked.notes) == (not more)
+
+
+def test_of_two_distinct_prompts_one_is_held_out_and_that_is_said(tmp_path: Path) -> None:
+    data = in_lines(tmp_path / "m.jsonl", [{"prompt": f"{i % 2}", "completion": f"{i}"} for i in range(80)])
+    with requested("sft", [f"env.prompts={data}", "env.rewards=none"], RunOptions()) as asked:
+        (note,) = heldout_notes(asked.run, {"sft": asked.environment})
+    assert "40 of 80 rows are held out" in note and "one distinct prompt in 5" in note and "but at least one" in note
 
 
 @pytest.mark.parametrize(
