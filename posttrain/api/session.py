@@ -23,15 +23,17 @@ from posttrain.build.trackers import make_trackers, tracker_lines
 from posttrain.build.weight_lineage import BEGAN, began_with, write_lineage
 from posttrain.config.placement import learner_cores
 from posttrain.config.run import Run
-from posttrain.config.stages.stage import START
+from posttrain.config.stages.stage import START, LearnsRows
 from posttrain.core.measure.right import FULL
 from posttrain.core.ports import Environment, Tracker
+from posttrain.core.types import Task
 from posttrain.diagnose.learning_verdict import PROMPTS
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.learner.learner import HFLearner
 from posttrain.engine.learner.torch_settings import use_deterministic, use_threads
 from posttrain.engine.model.policy_model import Policy
 from posttrain.engine.pool.engine_pool import EnginePool
+from posttrain.environment.rows.own_prompts import HELDOUT_SHARE, PromptsEnv
 from posttrain.record import run_reader
 from posttrain.record.certificate import LINEAGE
 from posttrain.record.checkpoint import Checkpoint
@@ -51,6 +53,9 @@ from posttrain.system.errors import DataError, RunFolderError
 from posttrain.system.files import disk_full_is_reported
 from posttrain.system.shell import command_line
 from posttrain.verifier.reward_source import CALLS, CountedSource
+
+PROMPT_PARTS = ("input", "context", "system", "system_prompt")
+"""Columns that usually carry a part of the prompt, in data of the form of Alpaca, Dolly and Orca."""
 
 
 @contextmanager
@@ -181,7 +186,7 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
         cleanup.callback(book.close)
         if request.objects.data:
             book.beside(DATA, request.objects.write_data)
-        notes = (*notes, *heldout_notes(run, by_stage), *remember_run(folder, run))
+        notes = (*notes, *heldout_notes(run, by_stage), *unread_notes(run, by_stage), *remember_run(folder, run))
     notes = (*notes, *note_session(book, request.checkpoint))
     trackers = start_trackers(run, policy, book)
     terminal = Terminal(run)
@@ -261,8 +266,37 @@ def heldout_notes(run: Run, by_stage: Mapping[str, Environment]) -> tuple[str, .
     for stage, env in by_stage.items():
         asked, held, rest = run.env_of(run.stage(stage)).heldout, len(env.heldout), env.train.count
         if rest is not None and held < asked:
-            out.append(f"env.heldout={asked}: {held} of {held + rest} rows are held out, as at most one prompt in 5 is")
+            out.append(
+                f"env.heldout={asked}: {held} of {held + rest} rows are held out, as at most one distinct prompt in"
+                f" {HELDOUT_SHARE} is, with all its rows, but at least one of each data set"
+            )
     return tuple(dict.fromkeys(out))
+
+
+def unread_notes(run: Run, by_stage: Mapping[str, Environment]) -> tuple[str, ...]:
+    """A note about text in `PROMPT_PARTS` that the prompts do not have, where a stage learns from the user's own rows.
+
+    Of other columns (ids, sources, categories) nothing is said, and nothing of rows whose prompts are messages or that
+    are texts: there such columns are usually not meant for the model.
+    """
+    out: list[str] = []
+    for stage, env in by_stage.items():
+        # A class of the user's may put further columns into what is learned.
+        if not isinstance(run.stage(stage), LearnsRows) or type(env) is not PromptsEnv:
+            continue
+        asked = [r.task for r in env.rows if r.task.prompt and isinstance(r.task.prompt, str)]
+        names = [n for n in PROMPT_PARTS if n != env.answer_column and any(_lacks(t, n) for t in asked)]
+        if names:
+            out.append(
+                f"note: the prompts do not have the text of these columns: {', '.join(names)}. What the model shall"
+                f" read must stand in {env.prompt_column!r} (env.args.prompt_column)"
+            )
+    return tuple(dict.fromkeys(out))
+
+
+def _lacks(task: Task, column: str) -> bool:
+    """True where this column of a row has text that the row's prompt has not."""
+    return isinstance(text := task.info.get(column), str) and text.strip() not in task.prompt
 
 
 def note_session(book: RunFolder, checkpoint: Checkpoint | None) -> tuple[str, ...]:

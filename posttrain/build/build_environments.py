@@ -36,7 +36,7 @@ def check_environment(env: Environment, stages: Sequence[Stage], config: Env) ->
     styles = texts.styles if texts is not None else ()
     for stage in stages:
         if why := stage.refuses(env.name, styles):
-            raise ConfigError(why)
+            raise ConfigError(why + ("" if styles else _other_columns(env)))
         if stage.hinted:
             hints(env)  # raises where it writes none
         if isinstance(stage, Rejection) and stage.method.regenerate is not None:
@@ -62,6 +62,16 @@ def check_environment(env: Environment, stages: Sequence[Stage], config: Env) ->
                 f"{stage.name} needs verdicts on what it samples, and nothing judges it: environment {env.name!r}"
                 f" needs env.rewards. {REWARD_LINE}"
             )
+
+
+def _other_columns(env: Environment) -> str:
+    """A sentence about columns with text from which completions could be read; '' where the rows have none."""
+    if not isinstance(env, PromptsEnv):
+        return ""
+    beside = ({**r.task.info, env.answer_column: r.task.answer} for r in env.rows)
+    columns = dict.fromkeys(k for row in beside for k, v in row.items() if isinstance(v, str) and v.strip())
+    advice = "Set env.args.completion_column=COLUMN where a column has the completions"
+    return f". {advice} (the rows have also: {', '.join(columns)})" if columns else ""
 
 
 def _refuse_missing_margins(stage: Preference | RewardModel, rows: Sequence[DataRow]) -> None:

@@ -39,7 +39,7 @@ OTHERS: dict[str, str] = {
     "num_iterations": "epochs of an RL stage",
     "max_completion_length": "sampling.max_tokens",
     "max_length": "model.context",
-    "max_prompt_length": "model.context",
+    "max_prompt_length": "model.context; a longer prompt is refused, not cut",
     "beta": PULL,
     "epsilon": "clip.low and clip.high",
     "epsilon_high": "clip.high",

@@ -3,16 +3,18 @@ line."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from posttrain.config.run import Run, Supervised
 from posttrain.config.stages.stage import Stage
 from posttrain.core.abilities import DataRow
 from posttrain.core.ports import Environment
+from posttrain.engine.head.readout import positions
 from posttrain.engine.model.policy_model import Policy
 from posttrain.environment.rows.row_reader import placed
-from posttrain.environment.templates.renderer import Renderer
+from posttrain.environment.templates.renderer import Renderer, TooLongError
 from posttrain.role.learning.demonstrations import conversation_of, imitating
 from posttrain.stages.preference.judged_batches import FittingTasks
 from posttrain.system.errors import DataError
@@ -31,23 +33,25 @@ def check_judgements(run: Run, env: Environment, policy: Policy, stages: Sequenc
             continue
         raise DataError(
             f"{fitting.first}, and the context is {policy.context}; it is one of {fitting.left_out} judgements that do"
-            f" not fit. Shorten them, raise model.context, or leave them out with {stage.name}.too_long=skip"
+            f" not fit. Shorten them{_or_raise(run, policy)}, or leave them out with {stage.name}.too_long=skip"
         )
 
 
 def check_prompts(run: Run, env: Environment, policy: Policy, stages: Sequence[Stage]) -> None:
     """DataError, with file and line, for a row whose prompt or demonstration cannot be encoded or does not fit the
-    context."""
+    context, and then with the number of such rows."""
     if (rows := env.abilities.rows) is None:
         return
     tools_of = env.abilities.tools
     tokenizer: Any = policy.tokenizer
-    render = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
+    advice = f"shorten it{_or_raise(run, policy)}"
+    render = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history, advice)
     imitating_stages = [stage for s in stages if (stage := imitating(s)) is not None]
+    too_long: list[TooLongError] = []
     for row in rows:
         task = row.task
         tools = task.tools if tools_of is None else tuple(tools_of(task))
-        with placed(row.place):
+        with _collected(too_long), placed(row.place):
             # The row's own tools alone: `tools` may be the environment's instead, of which the row says nothing.
             if task.tools and not render.offers(task.prompt, task.tools):
                 raise DataError(
@@ -61,9 +65,24 @@ def check_prompts(run: Run, env: Environment, policy: Policy, stages: Sequence[S
             length = max(_length(render, env, stage, row, tools) for stage in imitating_stages)
             if length > policy.context:
                 subject = "the prompt and its completion have" if len(task.prompt) else "the text has"
-                raise DataError(
-                    f"{subject} {length} tokens, and the context is {policy.context}: shorten it or raise model.context"
-                )
+                raise TooLongError(f"{subject} {length} tokens, and the context is {policy.context}: {advice}")
+    if too_long:
+        raise DataError(f"{too_long[0]} (rows that are too long: {len(too_long)} of {len(rows)})")
+
+
+@contextmanager
+def _collected(errors: list[TooLongError]) -> Iterator[None]:
+    """Appends an error of the block to these."""
+    try:
+        yield
+    except TooLongError as error:
+        errors.append(error)
+
+
+def _or_raise(run: Run, policy: Policy) -> str:
+    """The words after "shorten it": a model that is loaded has no more positions than its config says."""
+    bound = None if run.model.path is None else positions(policy.module)
+    return ", as the model has no more positions" if policy.context == bound else " or raise model.context"
 
 
 def _length(

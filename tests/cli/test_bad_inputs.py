@@ -67,6 +67,22 @@ def test_a_prompt_longer_than_the_context(tmp_path: Path, capsys: pytest.Capture
     assert "rl.sampling.max_tokens=6 leaves no room" in said and not (tmp_path / "other").exists()
 
 
+def test_rows_that_are_too_long_are_counted_and_no_larger_context_is_advised_than_the_model_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, model = mine(tmp_path / "data"), model_at(tmp_path / "model")
+    lines = (tmp_path / "data" / "mine.jsonl").read_text().splitlines()
+    lines[3:5] = [line.replace("say ", "say " * 200) for line in lines[3:5]]
+    (tmp_path / "data" / "mine.jsonl").write_text("\n".join(lines))
+    bound = json.loads((model / "config.json").read_text())["max_position_embeddings"]
+    for context, advice in (
+        (bound, "shorten it, as the model has no more positions"),
+        (bound - 1, "raise model.context"),
+    ):
+        said = refused(capsys, "run", *words, f"model={model}", f"model.context={context}", code=4)
+        assert "mine.jsonl:4:" in said and f"{advice} (rows that are too long: 2 of 20)" in said
+
+
 @pytest.mark.prove
 def test_a_model_that_stops_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Responses of nothing but the stop token are responses: the run goes on, and says that nothing differs."""

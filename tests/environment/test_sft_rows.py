@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import posttrain
-from posttrain.api.session import final_scalars
+from posttrain.api.session import final_scalars, heldout_notes, unread_notes
+from posttrain.build.request.run_request import RunOptions, requested
 from posttrain.cli import main
 from posttrain.config.run import Run, Supervised
 from posttrain.diagnose.learning_verdict import learned
@@ -215,6 +216,71 @@ def test_where_a_reward_is_missing_the_line_is_said(
     pairs.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 8)
     said = refused(capsys, "run", "sft", f"env.prompts={pairs}", f"model={model}", code=2)
     assert "Set sft.style=chosen, or leave the stage out" in said
+
+
+def in_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("row", "words", "columns"),
+    [
+        ({"instruction": "a", "input": "", "output": "b", "n": 1}, ["env.args.prompt_column=instruction"], "output"),
+        ({"question": "a", "answer": "b"}, ["env.args.prompt_column=question"], "answer"),
+        ({"prompt": [user("a")], "response": "b", "source": "c"}, [], "response, source"),
+        ({"prompt": "a", "n": 1}, [], ""),
+    ],
+)
+def test_where_completions_have_another_name_their_setting_and_the_columns_are_said(
+    row: Any, words: list[str], columns: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = f"env.prompts={in_lines(tmp_path / 'm.jsonl', [row])}"
+    said = refused(capsys, "run", "sft", data, "env.rewards=none", *words, code=2)
+    assert said.strip().endswith(f"(the rows have also: {columns})" if columns else "sft=none")
+    assert ("env.args.completion_column=COLUMN" in said) == bool(columns)
+
+
+@pytest.mark.parametrize(
+    ("row", "words", "columns"),
+    [
+        ({"prompt": "a", "input": "x", "completion": "b", "source": "web", "id": "7"}, [], "input"),
+        ({"prompt": "a", "system": "s", "context": "c", "completion": "b"}, [], "context, system"),
+        ({"prompt": "a", "input": "", "context": 3, "completion": "b"}, [], ""),
+        ({"prompt": "sum: a x", "input": "x", "completion": "b"}, [], ""),
+        ({"prompt": "a", "input": "b"}, ["env.args.completion_column=input"], ""),
+        ({"messages": [user("a"), bot("b")], "context": "c"}, [], ""),
+        ({"text": "a", "input": "x"}, [], ""),
+    ],
+)
+def test_text_that_usually_is_a_part_of_the_prompt_and_is_not_read_is_told(
+    row: Any, words: list[str], columns: str, tmp_path: Path
+) -> None:
+    data = f"env.prompts={in_lines(tmp_path / 'm.jsonl', [row])}"
+    with requested("sft", [data, "env.rewards=none", "env.heldout=0", *words], RunOptions()) as asked:
+        notes = unread_notes(asked.run, {"sft": asked.environment})
+    assert len(notes) == bool(columns)
+    assert (
+        not columns or f"text of these columns: {columns}. What the model shall read must stand in 'prompt'" in notes[0]
+    )
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo", "reward_model"])
+def test_a_batch_of_more_rows_than_there_are_is_one_pass(stage: str, tmp_path: Path) -> None:
+    data = rows(tmp_path / "m.jsonl", "messages") if stage == "sft" else pairs(tmp_path / "p.jsonl")
+    words = [f"env.prompts={data}", f"{stage}.epochs=2"]
+    for more, taken in (([], (24, 2)), ([f"{stage}.batch=48"], (48, 1)), ([f"{stage}.batch=8"], (8, 6))):
+        with requested(stage, [*words, *more], RunOptions()) as asked:
+            s: Any = asked.run.stage(stage)
+            assert (s.batch, s.steps) == taken
+            assert (f"{stage}.batch: 24, because a pass has 24 rows" in asked.notes) == (not more)
+
+
+def test_of_two_distinct_prompts_one_is_held_out_and_that_is_said(tmp_path: Path) -> None:
+    data = in_lines(tmp_path / "m.jsonl", [{"prompt": f"{i % 2}", "completion": f"{i}"} for i in range(80)])
+    with requested("sft", [f"env.prompts={data}", "env.rewards=none"], RunOptions()) as asked:
+        (note,) = heldout_notes(asked.run, {"sft": asked.environment})
+    assert "40 of 80 rows are held out" in note and "one distinct prompt in 5" in note and "but at least one" in note
 
 
 @pytest.mark.parametrize(

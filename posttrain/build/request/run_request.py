@@ -138,7 +138,8 @@ def _prepared(recipe: str | Run, overrides: Sequence[str], options: RunOptions) 
         asked = settled(same_tasks(asked, environment, others, options.accept_changed))
         if asked.book is None:
             # Passes become steps here, where the number of tasks and the batch are known. A resumed run has its steps.
-            asked = replace(asked, run=with_epochs(asked.run, asked.given, environment, others))
+            counted, lines = with_epochs(asked.run, asked.given, environment, others)
+            asked = replace(asked, run=counted, notes=(*asked.notes, *lines))
         # Once more, now with the settings that were chosen for the model, such as its device.
         check_environment(environment, [s for s in asked.run.stages if s.env is None], asked.run.env)
         check_ranks(asked.run, options.ranks)

@@ -59,10 +59,11 @@ def _rows(env: Env, columns: Columns, objects: RuntimeObjects) -> Iterator[tuple
 
 def with_epochs(
     run: Run, given: Collection[str] | None, environment: Environment, others: Mapping[str, Environment]
-) -> Run:
-    """Returns the run with `steps` computed from `epochs`, in each stage that has `epochs`.
+) -> tuple[Run, tuple[str, ...]]:
+    """(the run with `steps` computed from `epochs`, in each stage that has `epochs`, lines about changed batches).
 
-    There a falling learning rate without a given horizon falls until the last step.
+    There a falling learning rate without a given horizon falls until the last step, and a batch of more rows than there
+    are becomes all of them, unless the user gave it: a step would be several passes.
 
     Args:
         given: full paths of the user's settings; None: the whole run was given.
@@ -72,7 +73,7 @@ def with_epochs(
         ConfigError: the stage's tasks are made without end, both lengths are given, or the learning rate reaches 0
             before the last step.
     """
-    stages = list(run.stages)
+    stages, lines = list(run.stages), list[str]()
     for i, stage in enumerate(stages):
         if not isinstance(stage, LearnsRows) or stage.epochs is None:
             continue
@@ -89,13 +90,16 @@ def with_epochs(
             raise ConfigError(
                 f"{stage.name}.steps={stage.steps} and {stage.name}.epochs={stage.epochs:g} are two lengths; keep one"
             )
+        if given is not None and f"{stage.name}.batch" not in given and stage.batch > count:
+            stage = replace(stage, batch=count)
+            lines.append(f"{stage.name}.batch: {count}, because a pass has {count} rows")
         steps, optimizer = max(1, math.ceil(stage.epochs * count / stage.batch)), stage.optimizer
         if optimizer.schedule != "constant" and optimizer.horizon is None:
             # The rate is to reach its floor at the last step, whose number is known only here.
             optimizer = replace(optimizer, horizon=steps * stage.optimizer_steps)
         stages[i] = replace(stage, steps=steps, optimizer=optimizer)
         stages[i].check_horizon()
-    return replace(run, stages=tuple(stages))
+    return replace(run, stages=tuple(stages)), tuple(lines)
 
 
 def without_completions(run: Run, given: frozenset[str], data: DataSize | None) -> tuple[Run, list[str]]:

@@ -31,6 +31,10 @@ PIECE = 1 << 16
 """Characters of the pieces in which a long text is first encoded, until it is known whether it can fit the context."""
 
 
+class TooLongError(DataError):
+    """A sequence of the user's data does not fit the context."""
+
+
 class Renderer:
     """Prompts, observations and completions as int32 ids, and ids as text.
 
@@ -40,14 +44,20 @@ class Renderer:
             itself writes another of them. If empty, no token ends a turn.
         context: most tokens of a sequence. A prompt must leave room for at least one more. None: not checked.
         history: what to do if the chat template rewrites earlier turns (`RenderedDialogue`).
+        advice: what to change where a prompt is too long, for messages.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop_ids: Sequence[int], context: int | None = None, history: History = "append"
+        self,
+        tokenizer: Tokenizer,
+        stop_ids: Sequence[int],
+        context: int | None = None,
+        history: History = "append",
+        advice: str = "shorten it, or raise model.context where the model has more positions",
     ) -> None:
         self.tokenizer = tokenizer
         self.stop_ids = tuple(int(i) for i in stop_ids)
-        self.context, self.history = context, history
+        self.context, self.history, self.advice = context, history, advice
         self.leading = leading_ids(tokenizer)
         """Special ids that the tokenizer puts before plain text, usually BOS. Prompts do not get those after it."""
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -75,15 +85,16 @@ class Renderer:
         return self.fits(ids, task)
 
     def fits(self, ids: np.ndarray, task: str = "") -> np.ndarray:
-        """The ids. DataError, which names the task, if there are none or if they leave no room for an answer."""
+        """The ids. DataError, which names the task, if there are none; TooLongError if they leave no room for an
+        answer."""
         if not len(ids):
             raise DataError(f"{_named(task)}: the prompt has no tokens; the policy cannot speak after nothing")
         if self.context is not None and len(ids) >= self.context:
             # Of a longer text `encode` gives the beginning alone, so its length is not known.
             count = f"{len(ids)}" if len(ids) <= 2 * self.context else f"more than {2 * self.context}"
-            raise DataError(
+            raise TooLongError(
                 f"{_named(task)}: the prompt has {count} tokens, and a context of {self.context} leaves no room to"
-                " answer; shorten it or raise model.context"
+                f" answer; {self.advice}"
             )
         return ids
 
