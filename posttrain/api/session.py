@@ -281,8 +281,9 @@ def unread_notes(run: Run, by_stage: Mapping[str, Environment]) -> tuple[str, ..
     """
     out: list[str] = []
     for stage, env in by_stage.items():
-        # A class of the user's may put further columns into what is learned.
-        if not isinstance(run.stage(stage), LearnsRows) or type(env) is not PromptsEnv:
+        # A class of the user's own may put further columns into what is learned.
+        own = env.__class__ is not PromptsEnv
+        if own or not isinstance(env, PromptsEnv) or not isinstance(run.stage(stage), LearnsRows):
             continue
         asked = [r.task for r in env.rows if r.task.prompt and isinstance(r.task.prompt, str)]
         names = [n for n in PROMPT_PARTS if n != env.answer_column and any(_lacks(t, n) for t in asked)]

@@ -148,7 +148,7 @@ class RunFolder:
 
     @staticmethod
     def open_for_resume(
-        path: Path | str, check: Callable[[RunFolder, Checkpoint | None], object] = lambda *_: None
+        path: Path | str, check: Callable[[RunFolder, Checkpoint | None], None] | None = None
     ) -> tuple[RunFolder, Checkpoint | None]:
         """(the run folder, which is cut back to a checkpoint; that checkpoint, or None where the run begins anew).
 
@@ -166,7 +166,8 @@ class RunFolder:
             opened = RunFolder(folder, run, lock)
             # Chosen before anything is cut: a damaged choice leaves the folder as it was.
             checkpoint = opened._choose(chosen)
-            check(opened, checkpoint)
+            if check is not None:
+                check(opened, checkpoint)
             opened._cut_back(checkpoint)
             return opened, checkpoint
 

@@ -75,7 +75,7 @@ def with_epochs(
     """
     stages, lines = list(run.stages), list[str]()
     for i, stage in enumerate(stages):
-        if not isinstance(stage, LearnsRows) or stage.epochs is None:
+        if not isinstance(stage, LearnsRows) or (epochs := stage.epochs) is None:
             continue
         env = environment if stage.env is None else others[stage.name]
         source = env.train
@@ -88,12 +88,12 @@ def with_epochs(
             )
         if given is not None and f"{stage.name}.steps" in given:
             raise ConfigError(
-                f"{stage.name}.steps={stage.steps} and {stage.name}.epochs={stage.epochs:g} are two lengths; keep one"
+                f"{stage.name}.steps={stage.steps} and {stage.name}.epochs={epochs:g} are two lengths; keep one"
             )
         if given is not None and f"{stage.name}.batch" not in given and stage.batch > count:
             stage = replace(stage, batch=count)
             lines.append(f"{stage.name}.batch: {count}, because a pass has {count} rows")
-        steps, optimizer = max(1, math.ceil(stage.epochs * count / stage.batch)), stage.optimizer
+        steps, optimizer = max(1, math.ceil(epochs * count / stage.batch)), stage.optimizer
         if optimizer.schedule != "constant" and optimizer.horizon is None:
             # The rate is to reach its floor at the last step, whose number is known only here.
             optimizer = replace(optimizer, horizon=steps * stage.optimizer_steps)
