@@ -457,7 +457,7 @@ def test_the_environment_judges_nothing_itself(tmp_path: Path) -> None:
     assert not built.abilities.judges
     world: Any = built
     check_environment(world, [Supervised(name="sft", style="chosen")], Env())
-    with pytest.raises(ConfigError, match="rl learns from verdicts .* Add env.rewards"):
+    with pytest.raises(ConfigError, match="rl needs verdicts .* Add env.rewards"):
         check_environment(world, [Reinforce(name="rl")], Env())
     check_environment(world, [Reinforce(name="rl")], Env(rewards=(Reward(function="model:judge"),)))
     bare: Any = env(tmp_path, [TEXTS["text with a prompt"]], judged="none")

@@ -369,7 +369,7 @@ def test_a_file_of_another_format_is_called_by_its_name(tmp_path: Path, name: st
 def test_what_samples_prompts_needs_rewards_and_the_columns_they_read(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", [{"prompt": "a", "answer": "1"}, {"prompt": "b"}])
     bare: Any = env(path, rewards=())
-    with pytest.raises(ConfigError, match=r"rl learns from verdicts .* needs env.rewards. Add env.rewards=mine.py:"):
+    with pytest.raises(ConfigError, match=r"rl needs verdicts .* needs env.rewards. Add env.rewards=mine.py:"):
         check_environment(bare, [Reinforce(name="rl")], Env())
     for function in ("exact", "math"):
         with pytest.raises(ConfigError, match=rf"p.jsonl:2: reward '{function}' requires column 'answer'"):
