@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from posttrain.build.request.branch import was_built
 from posttrain.build.request.defaults import for_model, given_paths, room_for_minibatches
 from posttrain.build.request.input_measures import GIB, Machine, ModelSize, memory_here
 from posttrain.build.request.run_file import is_recipe, run_of
@@ -220,7 +221,7 @@ def _chosen(
         cache_width=shape.cache_bytes(1) // shape.layers,  # at one byte each, bytes are numbers
     )
     place = Machine(device=device, why=where.name, memory=where.device.memory / GIB, cores=cores())
-    ready = for_model(run, given, planned=(size, place))
+    ready = for_model(run, given, trained=not was_built(run.model.path), planned=(size, place))
     left_out = [text for path, text in ready.chosen.items() if path == "stages"]
     count = len(ready.chosen) - len(left_out)
     note = f"settings left open are those that a run chooses for this model and machine ({count})"

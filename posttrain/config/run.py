@@ -308,23 +308,23 @@ class Run:
         for stage in [s.name for s in rl if s.unfinished == "pause"]:
             yield from pause_refusals(stage, engine, isinstance(self.placement, Local), self.deterministic)
         for stage in (s for s in rl if isinstance(s.algorithm.baseline, ImplicitOthers)):
-            env, paid = "env" if stage.env is None else f"{stage.name}.env", self.env_of(stage)
+            path, env = "env" if stage.env is None else f"{stage.name}.env", self.env_of(stage)
             learns = f"{stage.name}: {stage.algorithm.name} learns the chance that an answer is right"
-            weights = paid.paid_weights
+            weights = env.paid_weights
             # Where each source pays 0 to 1, as verifiers and judges do. Of a user's function it is assumed.
             if sum(weights) > 1 + 1e-9 or min(weights, default=0.0) < 0:
                 yield (
                     f"{learns}, so answers are paid 0 to 1, and the weights of what pays are"
-                    f" {', '.join(f'{w:g}' for w in weights)}. Set {env}.rewards.N.weight, or"
-                    f" {env}.rewards.N.measured=true, so that none is below 0 and their sum is at most 1, or take"
+                    f" {', '.join(f'{w:g}' for w in weights)}. Set {path}.rewards.N.weight, or"
+                    f" {path}.rewards.N.measured=true, so that none is below 0 and their sum is at most 1, or take"
                     " another algorithm"
                 )
             # Steps that are paid as one outcome are chances; every other score of a reward model is any number.
-            for n, reward in enumerate(paid.rewards):
+            for n, reward in enumerate(env.rewards):
                 if reward.models and reward.steps != "outcome" and reward.weight and not reward.measured:
                     yield (
                         f"{learns}, and the score of reward model {reward.function} is no number of 0 to 1. Set"
-                        f" {env}.rewards.{n}.measured=true, or take another algorithm"
+                        f" {path}.rewards.{n}.measured=true, or take another algorithm"
                     )
         balanced = next((s.name for s in rl if s.router_aux_loss_coef), "")
         embedded = isinstance(engine, Embedded)
