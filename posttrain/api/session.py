@@ -122,8 +122,6 @@ class RunSession:
 
 def build_session(request: RunRequest) -> RunSession:
     """Build the parts of a run. If one of them fails, those built before it are closed."""
-    if request.book is not None:
-        restore_call_counts(request.book.folder, (request.environment, *request.others.values()))
     with ExitStack() as cleanup:
         session = _build(request, cleanup)
         # All parts are built. From here on the session closes them, and no longer this block.
@@ -187,6 +185,10 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
         if request.objects.data:
             book.beside(DATA, request.objects.write_data)
         notes = (*notes, *heldout_notes(run, by_stage), *unread_notes(run, by_stage), *remember_run(folder, run))
+    else:
+        # Only here, after the model: what is refused leaves the record as it was.
+        book.cut_back(request.checkpoint)
+        restore_call_counts(book.folder, (request.environment, *request.others.values()))
     notes = (*notes, *note_session(book, request.checkpoint))
     trackers = start_trackers(run, policy, book)
     terminal = Terminal(run)

@@ -147,28 +147,22 @@ class RunFolder:
             return RunFolder(folder, run, lock)
 
     @staticmethod
-    def open_for_resume(
-        path: Path | str, check: Callable[[RunFolder, Checkpoint | None], None] | None = None
-    ) -> tuple[RunFolder, Checkpoint | None]:
+    def open_for_resume(path: Path | str, cut: bool = True) -> tuple[RunFolder, Checkpoint | None]:
         """(the run folder, which is cut back to a checkpoint; that checkpoint, or None where the run begins anew).
 
         `path` is a run folder, which means its last checkpoint, or one checkpoint inside it. Everything after the
-        checkpoint is removed. A damaged checkpoint is an error that names the file and the newest undamaged checkpoint
-        before it. `check` is called before anything is removed; where it raises, the folder stays as it was.
+        checkpoint is removed; with `cut=False` not yet, for a caller that may still refuse to go on, and then calls
+        `cut_back`. A damaged checkpoint is an error that names the file and the newest undamaged checkpoint before it.
         """
         folder, chosen = run_reader.folder_of(path)
         run = run_reader.run_file(folder).run
         lock = files.Lock(folder)
-        with (
-            _released_on_failure(folder, lock),
-            files.disk_full_is_reported(folder / "checkpoints" / "index.json", lambda: "No checkpoint was lost"),
-        ):
+        with _released_on_failure(folder, lock):
             opened = RunFolder(folder, run, lock)
             # Chosen before anything is cut: a damaged choice leaves the folder as it was.
             checkpoint = opened._choose(chosen)
-            if check is not None:
-                check(opened, checkpoint)
-            opened._cut_back(checkpoint)
+            if cut:
+                opened.cut_back(checkpoint)
             return opened, checkpoint
 
     def _choose(self, name: str | None) -> Checkpoint | None:
@@ -200,20 +194,22 @@ class RunFolder:
             )
         raise RunFolderError(f"checkpoint {chosen.name}: {wrong}. {advice}")
 
-    def _cut_back(self, checkpoint: Checkpoint | None) -> None:
+    def cut_back(self, checkpoint: Checkpoint | None) -> None:
         """Remove everything that was written after the checkpoint; with None the whole record."""
-        position = checkpoint.position if checkpoint else Position(0, 0)
-        # The checkpoint has the length of both files at its time. Later lines will be written again.
-        self._steps.truncate(position.steps)
-        self._index.truncate(position.episodes)
-        # Read again from the shortened index.
-        self._written = {row.path.name for row in run_reader.episode_files(self.folder)}
-        for path in self._episodes.glob("*.npz"):
-            # Episode files that no line lists belong to steps that are played again.
-            if path.name not in self._written:
-                path.unlink()
-        if checkpoint:
-            self._checkpoints.forget_after(checkpoint)
+        index = self.folder / "checkpoints" / "index.json"
+        with files.disk_full_is_reported(index, lambda: "No checkpoint was lost"):
+            position = checkpoint.position if checkpoint else Position(0, 0)
+            # The checkpoint has the length of both files at its time. Later lines will be written again.
+            self._steps.truncate(position.steps)
+            self._index.truncate(position.episodes)
+            # Read again from the shortened index.
+            self._written = {row.path.name for row in run_reader.episode_files(self.folder)}
+            for path in self._episodes.glob("*.npz"):
+                # Episode files that no line lists belong to steps that are played again.
+                if path.name not in self._written:
+                    path.unlink()
+            if checkpoint:
+                self._checkpoints.forget_after(checkpoint)
 
     # --- the record ------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 
 import posttrain
+from posttrain.build.request import run_request
 from posttrain.build.request.extend import ALLOWED, REFUSED, check_changes, extension
 from posttrain.config.overrides import apply
 from posttrain.config.placement import Processes, Ray
@@ -117,17 +118,26 @@ REFUSALS: dict[tuple[str, ...], str] = {
 
 @pytest.mark.parametrize("words", REFUSALS, ids=" ".join)
 def test_what_would_change_the_past_is_refused_with_the_way(copy: Path, words: tuple[str, ...]) -> None:
-    before = (copy / "run.json").read_bytes()
+    before, kept = (copy / "run.json").read_bytes(), [c.name for c in scan(copy)]
     with pytest.raises(ConfigError, match=REFUSALS[words]):
         posttrain.run(*words, resume=copy, quiet=True)
-    assert (copy / "run.json").read_bytes() == before and len(scan(copy)) == len(scan(copy))
+    assert (copy / "run.json").read_bytes() == before and [c.name for c in scan(copy)] == kept
 
 
-def test_a_length_that_is_refused_at_an_earlier_checkpoint_removes_no_later_one(copy: Path) -> None:
+def test_what_is_refused_at_an_earlier_checkpoint_removes_no_later_one(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ConfigError("a package is missing")
+
     middle = next(c for c in scan(copy) if c.state["running"])
     before = [c.name for c in scan(copy)]
     with pytest.raises(ConfigError, match="3 steps are taken already. Give more, or start a new run"):
         posttrain.run("rl.steps=1", resume=middle.folder, quiet=True)
+    monkeypatch.setattr(run_request, "check_early", refuse)  # what is checked after the folder was opened
+    with pytest.raises(ConfigError, match="a package is missing"):
+        posttrain.run("rl.steps=3", resume=middle.folder, quiet=True)
+    monkeypatch.undo()
     assert [c.name for c in scan(copy)] == before and run_reader.steps(copy)[-1].index == 4
     done = posttrain.run("rl.steps=3", resume=middle.folder, quiet=True)
     assert [s.steps for s in done.stages] == [2, 3]

@@ -220,15 +220,14 @@ def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions
     check_changes(folder, stored, run, overrides)
     objects = given_again(folder, handed)
     inputs = accepted(folder, changed_files(folder, run), options.accept_changed)
-    longer: ResumedRun | None = None
-
-    def extend(book: RunFolder, checkpoint: Checkpoint | None) -> None:
-        nonlocal longer
-        if overrides or inputs:
-            longer = replace(extension(book, checkpoint, run), inputs=inputs)
-
-    # From here on this process has the lock of the folder. A change that is refused removes no checkpoint.
-    book, checkpoint = RunFolder.open_for_resume(Path(options.resume), extend)
+    # From here on this process has the lock of the folder, so after an error the book must be closed. The session cuts
+    # the record back to the checkpoint, when nothing can refuse the run any more.
+    book, checkpoint = RunFolder.open_for_resume(Path(options.resume), cut=False)
+    try:
+        longer = replace(extension(book, checkpoint, run), inputs=inputs) if overrides or inputs else None
+    except BaseException:
+        book.close()
+        raise
     # All overrides repeat what the run has already.
     if longer is not None and not (longer.changes or inputs):
         longer = None
